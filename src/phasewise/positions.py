@@ -1,0 +1,200 @@
+"""Where tokens are: positions and segments, and which keys a query may see.
+
+Letters: B batch rows, T places (queries), S places (keys), A axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The places of a batch of tokens: an integer position and the segment (document) it belongs to.
+
+    Visibility and phase follow from these values alone, never from a token's index in a tensor, so
+    decoding, chunked prefill, padding on either side and packed documents need no rules of their own.
+
+    index: int64 [B, T], or [B, T, A] for tokens on A axes (images, video). B may be 1 and then serves
+        every row of a batch.
+    segment: int64 [B, T]; tokens see each other only inside one segment; -1 marks padding.
+
+    Raises ValueError for another dtype or shape.
+
+    >>> Positions.packed([3, 2]).index.tolist()
+    [[0, 1, 2, 0, 1]]
+    """
+
+    index: Tensor
+    segment: Tensor
+
+    def __post_init__(self) -> None:
+        for name, value in (("index", self.index), ("segment", self.segment)):
+            if not isinstance(value, Tensor) or value.dtype != torch.int64:
+                given = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"positions must be int64 tensors, but {name} is {given}; use .to(torch.int64)")
+        if self.index.ndim not in (2, 3):
+            raise ValueError(
+                f"index must be [B, T] or [B, T, axes], but has shape {tuple(self.index.shape)}; "
+                "add a batch dimension with index[None]"
+            )
+        if self.segment.shape != self.index.shape[:2]:
+            raise ValueError(
+                f"segment must have the shape {tuple(self.index.shape[:2])} of the places, "
+                f"but has {tuple(self.segment.shape)}"
+            )
+        if self.segment.device != self.index.device:
+            raise ValueError(
+                f"index is on {self.index.device} and segment on {self.segment.device}; move both to one device"
+            )
+
+    @classmethod
+    def arange(cls, length: int, *, start: int = 0, device: torch.device | str | None = None) -> Positions:
+        """`length` consecutive places from `start`, one row, one segment."""
+        index = torch.arange(start, start + length, device=device)[None]
+        return cls(index, torch.zeros_like(index))
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int], *, device: torch.device | str | None = None) -> Positions:
+        """One row that holds several documents end to end: positions restart, segments count up.
+
+        Raises ValueError for a negative length.
+
+        >>> Positions.packed([2, 3]).segment.tolist()
+        [[0, 0, 1, 1, 1]]
+        """
+        if any(length < 0 for length in lengths):
+            raise ValueError(f"document lengths must not be negative, but are {list(lengths)}")
+        counts = torch.tensor(list(lengths), dtype=torch.int64, device=device)
+        segment = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
+        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        return cls((torch.arange(len(segment), device=device) - first)[None], segment[None])
+
+    @classmethod
+    def padded(cls, mask: Tensor) -> Positions:
+        """Places of a padded batch; `mask` is [B, T], True (or 1) at real tokens, padding on either side.
+
+        >>> Positions.padded(torch.tensor([[0, 0, 1, 1]])).index.tolist()
+        [[0, 0, 0, 1]]
+        """
+        if mask.ndim != 2:
+            raise ValueError(f"mask must be [B, T], but has shape {tuple(mask.shape)}")
+        real = mask.bool()
+        index = (real.cumsum(1) - 1).clamp(min=0)
+        return cls(index * real, torch.where(real, 0, PADDING))
+
+    @classmethod
+    def grid(cls, shape: Sequence[int], *, device: torch.device | str | None = None) -> Positions:
+        """Every cell of a grid in raster order (last axis fastest): index [1, prod(shape), A].
+
+        >>> Positions.grid([2, 2]).index.tolist()
+        [[[0, 0], [0, 1], [1, 0], [1, 1]]]
+        """
+        axes = torch.meshgrid(*(torch.arange(size, device=device) for size in shape), indexing="ij")
+        index = torch.stack(axes, dim=-1).reshape(1, prod(shape), len(shape))
+        return cls(index, torch.zeros(index.shape[:2], dtype=torch.int64, device=device))
+
+    @classmethod
+    def after(cls, past: Positions, length: int) -> Positions:
+        """`length` places that continue each row of `past` from its last real token, in its segment.
+
+        A row without real tokens starts at position 0 of segment 0.
+
+        >>> Positions.after(Positions.padded(torch.tensor([[0, 1, 1]])), 2).index.tolist()
+        [[2, 3]]
+        """
+        if past.axes != 1:
+            raise ValueError(f"places on {past.axes} axes have no single continuation; give the next places")
+        if past.length == 0:
+            raise ValueError("an empty past has nothing to continue; use Positions.arange(length)")
+        place = torch.arange(1, past.length + 1, device=past.device)
+        last = torch.where(past.segment >= 0, place, 0).amax(1, keepdim=True)
+        row = (last - 1).clamp(min=0)
+        start = torch.where(last > 0, past.index.gather(1, row) + 1, 0)
+        segment = torch.where(last > 0, past.segment.gather(1, row), 0)
+        return cls(start + torch.arange(length, device=past.device), segment.expand(-1, length).contiguous())
+
+    @classmethod
+    def cat(cls, first: Positions, second: Positions) -> Positions:
+        """The places of `first` followed by those of `second`, row by row."""
+        rows = max(first.batch, second.batch)
+        first, second = first.expand(rows), second.expand(rows)
+        return cls(
+            torch.cat([first.index, second.index], dim=1), torch.cat([first.segment, second.segment], dim=1)
+        )
+
+    @property
+    def batch(self) -> int:
+        return self.index.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.index.shape[1]
+
+    @property
+    def axes(self) -> int:
+        return 1 if self.index.ndim == 2 else self.index.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.index.device
+
+    def narrow(self, start: int, length: int) -> Positions:
+        """The places `start` to `start + length` of every row."""
+        return Positions(self.index.narrow(1, start, length), self.segment.narrow(1, start, length))
+
+    def expand(self, rows: int) -> Positions:
+        """The same places for `rows` rows (a view); raises ValueError unless there is one row or `rows`."""
+        if self.batch not in (1, rows):
+            raise ValueError(f"positions of {self.batch} rows cannot serve a batch of {rows}; give 1 row or {rows}")
+        return Positions(
+            self.index.expand(rows, *self.index.shape[1:]), self.segment.expand(rows, self.length)
+        )
+
+    def to(self, device: torch.device | str) -> Positions:
+        """The same places on another device."""
+        return Positions(self.index.to(device), self.segment.to(device))
+
+
+def visible(q_at: Positions, k_at: Positions, *, causal: bool = True, window: int | None = None) -> Tensor:
+    """Which keys each query sees, from their places alone: bool [B or 1, T, S].
+
+    A key is visible when it is in the query's segment, not after the query (causal; on several axes
+    "after" is raster order), and at a distance below `window`, which counts the query itself.
+
+    Raises ValueError for a window below 1, or a window on several axes.
+
+    >>> visible(Positions.arange(2), Positions.arange(2)).int().tolist()
+    [[[1, 0], [1, 1]]]
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (the query itself), but is {window}; None sees everything")
+    if q_at.axes != k_at.axes:
+        raise ValueError(f"queries are on {q_at.axes} axes and keys on {k_at.axes}; give both on the same axes")
+    same = q_at.segment[:, :, None] == k_at.segment[:, None, :]
+    mask = same & (q_at.segment >= 0)[:, :, None]
+    if causal:
+        mask = mask & _not_after(q_at.index, k_at.index)
+    if window is not None:
+        if q_at.axes != 1:
+            raise ValueError(f"a window is defined on one axis, but the positions have {q_at.axes}; use window=None")
+        mask = mask & ((q_at.index[:, :, None] - k_at.index[:, None, :]).abs() < window)
+    return mask
+
+
+def _not_after(q_index: Tensor, k_index: Tensor) -> Tensor:
+    if q_index.ndim == 2:
+        return k_index[:, None, :] <= q_index[:, :, None]
+    query, key = q_index[:, :, None, :], k_index[:, None, :, :]
+    not_after = key[..., -1] <= query[..., -1]
+    for axis in range(q_index.shape[2] - 2, -1, -1):
+        earlier, level = key[..., axis] < query[..., axis], key[..., axis] == query[..., axis]
+        not_after = earlier | (level & not_after)
+    return not_after
