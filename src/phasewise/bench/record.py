@@ -1,0 +1,105 @@
+"""A measured number's birth certificate: one JSON file with what was measured, from what, on what."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import phasewise
+
+PACKAGES = ("phasewise", "torch", "triton", "transformers", "flash-attn-4")
+
+
+def record(
+    path: str | Path,
+    *,
+    recipe: Mapping[str, object],
+    values: object,
+    device: torch.device | str | None = None,
+) -> dict[str, object]:
+    """Write `values` to `path` with their recipe, commit, device, versions and date; return what was written.
+
+    The recipe says what must be repeated to get the values again, seeds included. The commit is that of the
+    checkout the package was imported from, `dirty` when tracked files differ from it; "unknown" outside one.
+    The file appears whole or not at all. Raises ValueError for what JSON cannot say, NaN and infinity included.
+
+    >>> written = record("/tmp/doctest-record.json", recipe={"seeds": [0]}, values={"median_ms": 1.5})
+    >>> written["values"]
+    {'median_ms': 1.5}
+    """
+    document = {
+        "values": values,
+        "recipe": dict(recipe),
+        **commit(Path(phasewise.__file__).parent),
+        "device": device_name(torch.device(device or "cpu")),
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    try:
+        text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: recipe and values must be plain, finite JSON: {error}") from error
+    write_text(Path(path), text)
+    return document
+
+
+def commit(folder: Path) -> dict[str, object]:
+    """The git commit of `folder` and whether tracked files differ from it; "unknown" outside a checkout."""
+    head = _git(folder, "rev-parse", "HEAD")
+    # An installed copy may lie inside somebody else's checkout, as a virtual environment does.
+    if head is None or not _git(folder, "ls-files", "--", "__init__.py"):
+        return {"commit": "unknown", "dirty": None}
+    return {"commit": head, "dirty": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+
+
+def device_name(device: torch.device) -> str:
+    """The device in words: the GPU's own name, or the processor's with its core and thread counts."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cores, threads = os.cpu_count(), torch.get_num_threads()
+    return f"{device.type} {_processor()}, {cores} cores, {threads} torch threads"
+
+
+def versions() -> dict[str, str]:
+    """Python's version and those of the packages that decide a number, where installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put `text` at `path`, whole or not at all, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
