@@ -27,7 +27,7 @@ def record(
 
     The recipe says what must be repeated to get the values again, seeds included. The commit is that of the
     checkout the package was imported from, `dirty` when tracked files differ from it; "unknown" outside one.
-    The file appears whole or not at all. Raises ValueError for what JSON cannot say, NaN and infinity included.
+    The file appears whole or not at all. Raises ValueError for what JSON cannot say, as NaN and infinity.
 
     >>> written = record("/tmp/doctest-record.json", recipe={"seeds": [0]}, values={"median_ms": 1.5})
     >>> written["values"]
