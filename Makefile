@@ -1,0 +1,63 @@
+# Each target installs what it needs into $(VENV) by itself; `make help` lists them.
+#   make test PYTHON=python3.12     another interpreter for the environment
+#   make test-gpu VENV=             no environment: the current PYTHON with the packages it has (CUDA torch, say)
+SHELL := bash
+PYTHON ?= python3
+VENV ?= .venv
+
+ifeq ($(VENV),)
+export PYTHONPATH := src
+run := $(PYTHON)
+else
+run := $(VENV)/bin/python
+ready := $(VENV)/.installed
+ready_docs := $(VENV)/.installed-docs
+endif
+
+.PHONY: help demo test test-all test-gpu check tables docs bench
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): once, and again when pyproject.toml or constraints.txt change."
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(run) -m pip install --quiet --constraint constraints.txt --editable ".[dev,report]"
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(run) -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
+demo: $(ready) ## compare the encodings on Jane Austen's novels: table, figure, run folder
+	@out=runs/demo; number=1; \
+	while [ -e $$out/report.json ]; do number=$$((number + 1)); out=runs/demo-$$number; done; \
+	if [ $$number -gt 1 ]; then echo "Earlier demos are kept; this one writes $$out."; fi; \
+	if [ -e $$out ]; then resume=--resume; echo "Resuming the interrupted run in $$out."; fi; \
+	$(run) -m phasewise.cli compare --out $$out $$resume
+
+test: $(ready) ## the tests that need no GPU and little time
+	$(run) -m pytest -m "not slow and not gpu"
+
+test-all: $(ready) ## the same and the slow ones
+	$(run) -m pytest -m "not gpu"
+
+test-gpu: $(ready) ## the tests that need a GPU, recorded in results/test-gpu.json
+	$(run) -m tests.gpu_record write
+
+check: $(ready) ## format, lint, types, ranks, sizes, age of the GPU record
+	$(run) -m ruff format --check .
+	$(run) -m ruff check .
+	$(run) -m pyright
+	$(run) -m pytest -q tests/test_ranks.py
+	$(run) -m tests.gpu_record check
+
+tables: $(ready) ## the figure and table of README.md from results/demo
+	$(run) -m experiments.readme_figure results/demo/report.json
+
+docs: $(ready_docs) ## the documentation, strictly, into site/
+	$(run) -m mkdocs build --strict --quiet
+
+bench: $(ready) ## the CPU benchmark, into results/cpu
+	$(run) -m phasewise.bench.cpu --out results/cpu

@@ -1,0 +1,54 @@
+"""`import phasewise` is light: torch, numpy and pydantic, and little time beyond torch's own."""
+
+import json
+import statistics
+import subprocess
+import sys
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+BASE = ("torch", "numpy", "pydantic")
+HEAVY = ("triton", "transformers", "matplotlib", "tyro", "rich", "accelerate")
+# CPU seconds rather than wall seconds: the same claim, unmoved by what else the machine is doing.
+MEASURE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.process_time()
+import phasewise
+seconds = time.process_time() - start
+print(json.dumps({"seconds": seconds, "loaded": sorted({name.split(".")[0] for name in set(sys.modules) - before})}))
+"""
+
+
+def measure() -> dict:
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def base_packages() -> set[str]:
+    """Import names of the base packages and of what they require."""
+    wanted, seen = list(BASE), set()
+    while wanted:
+        name = wanted.pop().lower().replace("_", "-")
+        if name in seen:
+            continue
+        seen.add(name)
+        for line in metadata.requires(name) or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                wanted.append(requirement.name)
+    owners = metadata.packages_distributions()
+    return {top for top, names in owners.items() if {name.lower().replace("_", "-") for name in names} & seen}
+
+
+def test_import_loads_only_torch_numpy_and_pydantic():
+    loaded = set(measure()["loaded"]) - set(sys.stdlib_module_names)
+    assert not loaded & set(HEAVY)
+    assert loaded - base_packages() == {"phasewise"}
+
+
+def test_import_takes_at_most_300_milliseconds_beyond_torch():
+    measure()  # the first import also compiles bytecode
+    assert statistics.median(measure()["seconds"] for _ in range(5)) <= 0.3

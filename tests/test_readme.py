@@ -1,0 +1,53 @@
+"""Every example in the README, the documentation and the docstrings runs and prints what it says."""
+
+import doctest
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import phasewise
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "phasewise"
+NEEDS = {"phasewise.hf": "transformers", "phasewise.kernels": "triton"}
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))]
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+)
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": page}
+    for block in python_blocks((ROOT / page).read_text()):
+        exec(compile(block, page, "exec"), namespace)
+
+
+def test_readme_has_a_snippet():
+    assert python_blocks((ROOT / "README.md").read_text())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_print_what_they_say(name, tmp_path, monkeypatch):
+    for package, requirement in NEEDS.items():
+        if name.startswith(package) and importlib.util.find_spec(requirement) is None:
+            pytest.skip(f"{name} needs {requirement}, which is optional and not installed")
+    monkeypatch.chdir(tmp_path)
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", phasewise.__all__)
+def test_public_name_is_documented_with_an_example(name):
+    value = getattr(phasewise, name)
+    assert ">>>" in (value.__doc__ or ""), f"phasewise.{name} has no example in its docstring"
