@@ -1,4 +1,4 @@
-"""Runs the GPU tests and records what passed, on what, for which sources; or says whether the record still holds.
+"""Runs the GPU tests and records what passed, on what, for which sources; or says how old the record is.
 
 python -m tests.gpu_record write     runs `pytest -m gpu`, then writes results/test-gpu.json
 python -m tests.gpu_record check     one line: whether the sources are those that were tested

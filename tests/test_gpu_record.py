@@ -9,10 +9,9 @@ from tests.gpu_record import ROOT, age, sources_hash
 def recorded(tmp_path):
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     path = tmp_path / "test-gpu.json"
-    document = {"device": "a GPU", "commit": "0" * 40, "date": "2026-01-01"}
-    path.write_text(
-        json.dumps(document | {"values": {"sources_sha256": sources_hash(tmp_path), "passed": 1}})
-    )
+    values = {"sources_sha256": sources_hash(tmp_path), "passed": 1}
+    document = {"values": values, "device": "a GPU", "commit": "0" * 40, "date": "2026-01-01"}
+    path.write_text(json.dumps(document))
     return path
 
 

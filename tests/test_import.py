@@ -18,7 +18,8 @@ before = set(sys.modules)
 start = time.process_time()
 import phasewise
 seconds = time.process_time() - start
-print(json.dumps({"seconds": seconds, "loaded": sorted({name.split(".")[0] for name in set(sys.modules) - before})}))
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
+print(json.dumps({"seconds": seconds, "loaded": sorted(loaded)}))
 """
 
 

@@ -54,7 +54,7 @@ def imported(name: str, tree: ast.AST, *, is_package: bool) -> Iterator[str]:
 
 def folder(name: str) -> str:
     """The unit that has a rank: the first name below `phasewise`, or `phasewise` itself."""
-    return (name.split(".") + ["phasewise"])[1] if "." in name else "phasewise"
+    return name.split(".")[1] if "." in name else "phasewise"
 
 
 def violations(name: str, source: str, *, is_package: bool = False) -> list[str]:
