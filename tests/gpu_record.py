@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phasewise.bench.record import record
+from phasewise.record import record
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "results" / "test-gpu.json"

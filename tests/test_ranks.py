@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "phasewise"
 RANKS = {
+    "record": 0,
     "positions": 0,
     "frequencies": 0,
     "encodings": 1,

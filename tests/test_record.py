@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from phasewise.bench import record as module
-from phasewise.bench.record import commit, record
+from phasewise import record as module
+from phasewise.record import commit, record
 
 
 def git(folder, *arguments):

@@ -4,14 +4,13 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 import torch
-
-import phasewise
 
 PACKAGES = ("phasewise", "torch", "triton", "transformers", "flash-attn-4")
 
@@ -36,7 +35,7 @@ def record(
     document = {
         "values": values,
         "recipe": dict(recipe),
-        **commit(Path(phasewise.__file__).parent),
+        **commit(Path(__file__).parent),
         "device": device_name(torch.device(device or "cpu")),
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -45,7 +44,8 @@ def record(
         text = json.dumps(document, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: recipe and values must be plain, finite JSON: {error}") from error
-    write_text(Path(path), text)
+    with replacing(Path(path)) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
     return document
 
 
@@ -77,12 +77,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def write_text(path: Path, text: str) -> None:
-    """Put `text` at `path`, whole or not at all, making its folder."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; it takes the place of `path` if the block succeeds, else goes away."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        yield unfinished
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
