@@ -12,6 +12,7 @@ RANKS = {
     "record": 0,
     "positions": 0,
     "frequencies": 0,
+    "record": 0,
     "encodings": 1,
     "kernels": 1,
     "reference": 2,
