@@ -79,7 +79,7 @@ def versions() -> dict[str, str]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes the place of `path` if the block succeeds, else goes away."""
+    """A path beside `path` to write to; it becomes `path` if the block succeeds, and else goes away."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,0 +1,68 @@
+"""A model on disk: a folder with config.json and model.safetensors."""
+
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from phasewise.model.config import ModelConfig
+from phasewise.model.transformer import Transformer
+from phasewise.record import replacing
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+
+def save(model: Transformer, folder: str | Path) -> None:
+    """Write the model to `folder`, making it; what is there afterwards is a whole model, old or new.
+
+    A folder that holds a model of the same config gets the new weights. Raises ValueError when it holds
+    a model of another config, which is left untouched, and ImportError without safetensors.
+    """
+    save_file = _safetensors().save_file
+    folder = Path(folder)
+    text = model.config.model_dump_json(indent=2) + "\n"
+    if (folder / CONFIG).exists() and _read_config(folder) != model.config:
+        raise ValueError(f"{folder} holds a model with another {CONFIG}; give another folder, or remove it")
+    with replacing(folder / WEIGHTS) as path:
+        save_file(model.state_dict(), path, metadata={"format": "pt"})
+    # Last: weights without a config are no model yet.
+    with replacing(folder / CONFIG) as path:
+        path.write_text(text, encoding="utf-8")
+
+
+def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transformer:
+    """The model saved in `folder`, in the dtype it was saved in, ready for evaluation.
+
+    Raises ValueError when the folder holds no whole model or its weights do not fit its config, and
+    ImportError without safetensors.
+    """
+    load_file = _safetensors().load_file
+    folder = Path(folder)
+    config = _read_config(folder)
+    if not (folder / WEIGHTS).exists():
+        raise ValueError(f"{folder} has no {WEIGHTS}; give a folder that `save` has written")
+    with torch.device("meta"):
+        model = Transformer(config)
+    try:
+        model.load_state_dict(load_file(folder / WEIGHTS, device=str(device)), assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{folder / WEIGHTS} does not fit {CONFIG} beside it: {error}") from error
+    return model.eval()
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    try:
+        return ModelConfig.model_validate_json((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} has no {CONFIG}; give a folder that `save` has written") from error
+    except ValidationError as error:
+        raise ValueError(f"{folder / CONFIG} is not a model's config: {error}") from error
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("models on disk need safetensors: pip install 'phasewise[train]'") from error
+    return safetensors.torch
