@@ -1,0 +1,200 @@
+"""Queries and keys as plain attention wants them: PoPE's Cartesian form and RoPE's rotation, with their gradients.
+
+Letters: B rows, H heads, T places, D channels, n angles. One pass over memory, float32 inside, one rounding at the
+end. Angles arrive reduced to [-pi, pi] and are shared by the heads, so a program computes their sines once for
+`HEADS` of them. Nothing but the raw input is needed for the gradients.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAGNITUDES = ("softplus", "relu", "identity")
+
+
+@triton.jit
+def magnitude(x, KIND: tl.constexpr):
+    """The magnitude of a channel and its derivative."""
+    if KIND == "softplus":
+        small = tl.exp(-tl.abs(x))
+        above = 1.0 + small
+        # log1p: the quotient undoes the rounding of 1 + small.
+        rounded = above - 1.0
+        log1p = tl.where(rounded == 0.0, small, tl.log(above) * (small / tl.where(rounded == 0.0, 1.0, rounded)))
+        return tl.maximum(x, 0.0) + log1p, tl.where(x >= 0.0, 1.0, small) / above
+    elif KIND == "relu":
+        return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
+    else:
+        return x, tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def load_turn(angle_ptr, row_offset, t, c, T, n):
+    """cos and sin of the angles of places t and channels c."""
+    inside = (t[:, None] < T) & (c[None, :] < n)
+    angle = tl.load(angle_ptr + row_offset + t[:, None].to(tl.int64) * n + c[None, :], inside, other=0.0)
+    return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def turn_back(cos, sin, phase_ptr, h, c, n):
+    """cos and sin of angle - phase: the phases of one head, subtracted."""
+    phase = tl.load(phase_ptr + h * n + c, c < n, other=0.0)
+    phase_cos = tl.cos(phase)[None, :]
+    phase_sin = tl.sin(phase)[None, :]
+    return cos * phase_cos + sin * phase_sin, sin * phase_cos - cos * phase_sin
+
+
+@triton.jit
+def polar_kernel(
+    x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, phase_ptr, H, T, D,
+    KIND: tl.constexpr, PHASE: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """x [B, H, T, D] -> [mu cos, mu sin] [B, H, T, 2 D]."""
+    b = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = tl.arange(0, BLOCK_D)
+    inside = (t[:, None] < T) & (c[None, :] < D)
+    t_at = t[:, None].to(tl.int64)
+    cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, D)
+    for head in range(HEADS):
+        h = (tl.program_id(2) * HEADS + head).to(tl.int64)
+        keep = inside & (h < H)
+        x_at = x_ptr + b * x_strides[0] + h * x_strides[1] + t_at * x_strides[2] + c[None, :] * x_strides[3]
+        mu, _ = magnitude(tl.load(x_at, keep, other=0.0).to(tl.float32), KIND)
+        head_cos, head_sin = cos, sin
+        if PHASE:
+            head_cos, head_sin = turn_back(cos, sin, phase_ptr, tl.minimum(h, H - 1), c, D)
+        out_at = out_ptr + b * out_strides[0] + h * out_strides[1] + t_at * out_strides[2] + c[None, :]
+        tl.store(out_at, (mu * head_cos).to(out_ptr.dtype.element_ty), keep)
+        tl.store(out_at + D, (mu * head_sin).to(out_ptr.dtype.element_ty), keep)
+
+
+@triton.jit
+def polar_backward_kernel(
+    x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, partial_ptr, angle_ptr, angle_row, phase_ptr, H, T, D,
+    KIND: tl.constexpr, PHASE: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Gradients of x and, per program, of the phases: partial [programs, H, D], summed by the caller."""
+    b = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = tl.arange(0, BLOCK_D)
+    inside = (t[:, None] < T) & (c[None, :] < D)
+    t_at = t[:, None].to(tl.int64)
+    cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, D)
+    program = b * tl.num_programs(0) + tl.program_id(0)
+    for head in range(HEADS):
+        h = (tl.program_id(2) * HEADS + head).to(tl.int64)
+        keep = inside & (h < H)
+        x_at = x_ptr + b * x_strides[0] + h * x_strides[1] + t_at * x_strides[2] + c[None, :] * x_strides[3]
+        mu, slope = magnitude(tl.load(x_at, keep, other=0.0).to(tl.float32), KIND)
+        head_cos, head_sin = cos, sin
+        if PHASE:
+            head_cos, head_sin = turn_back(cos, sin, phase_ptr, tl.minimum(h, H - 1), c, D)
+        grad_at = grad_ptr + b * grad_strides[0] + h * grad_strides[1] + t_at * grad_strides[2] + c[None, :]
+        grad_cos = tl.load(grad_at, keep, other=0.0).to(tl.float32)
+        grad_sin = tl.load(grad_at + D, keep, other=0.0).to(tl.float32)
+        dx = (grad_cos * head_cos + grad_sin * head_sin) * slope
+        dx_at = dx_ptr + b * dx_strides[0] + h * dx_strides[1] + t_at * dx_strides[2] + c[None, :] * dx_strides[3]
+        tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), keep)
+        if PHASE:
+            turned = tl.where(keep, mu * (grad_cos * head_sin - grad_sin * head_cos), 0.0)
+            tl.store(partial_ptr + (program * H + h) * D + c, tl.sum(turned, 0), (c < D) & (h < H))
+
+
+@triton.jit
+def rotate_kernel(
+    x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, factor, H, T, D, n,
+    BACK: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """x [B, H, T, D] with the pairs (c, c + n), c < n, turned (back) and scaled; channels from 2 n on as they are."""
+    b = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = tl.arange(0, BLOCK_N)
+    inside = (t[:, None] < T) & (c[None, :] < n)
+    t_at = t[:, None].to(tl.int64)
+    cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, n)
+    cos *= factor
+    sin *= -factor if BACK else factor
+    for head in range(HEADS):
+        h = (tl.program_id(2) * HEADS + head).to(tl.int64)
+        keep = inside & (h < H)
+        x_row = x_ptr + b * x_strides[0] + h * x_strides[1] + t_at * x_strides[2]
+        out_row = out_ptr + b * out_strides[0] + h * out_strides[1] + t_at * out_strides[2]
+        first = tl.load(x_row + c[None, :] * x_strides[3], keep, other=0.0).to(tl.float32)
+        second = tl.load(x_row + (c[None, :] + n) * x_strides[3], keep, other=0.0).to(tl.float32)
+        kind = out_ptr.dtype.element_ty
+        tl.store(out_row + c[None, :] * out_strides[3], (first * cos - second * sin).to(kind), keep)
+        tl.store(out_row + (c[None, :] + n) * out_strides[3], (second * cos + first * sin).to(kind), keep)
+        if BLOCK_REST > 0:
+            rest = 2 * n + tl.arange(0, BLOCK_REST)[None, :]
+            keep_rest = (t[:, None] < T) & (rest < D) & (h < H)
+            tl.store(out_row + rest * out_strides[3], tl.load(x_row + rest * x_strides[3], keep_rest), keep_rest)
+
+
+def _grid(x: Tensor, columns: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+    rows, heads, length, _ = x.shape
+    block_t = max(1, min(triton.next_power_of_2(length), 4096 // columns))
+    group = min(heads, 4)
+    grid = (triton.cdiv(length, block_t), rows, triton.cdiv(heads, group))
+    return grid, {"HEADS": group, "BLOCK_T": block_t, "num_warps": 4}
+
+
+def expanded_like(x: Tensor, width: int) -> Tensor:
+    """Uninitialised `[B, H, T, width]`, stored place by place with the heads side by side."""
+    rows, heads, length, _ = x.shape
+    return x.new_empty(rows, length, heads, width).transpose(1, 2)
+
+
+def polar(x: Tensor, angle: Tensor, phase: Tensor | None, kind: str) -> Tensor:
+    """PoPE's Cartesian form `[B, H, T, 2 D]`, cosine half first, of x `[B, H, T, D]`.
+
+    angle is float32 `[B | 1, T, D]`, reduced; phase float32 `[H, D]` is subtracted (queries) or None (keys).
+    """
+    width = x.shape[3]
+    out = expanded_like(x, 2 * width)
+    block_d = triton.next_power_of_2(width)
+    grid, meta = _grid(x, block_d)
+    polar_kernel[grid](
+        x, x.stride(), out, out.stride(), angle, angle.stride(0) if angle.shape[0] > 1 else 0, phase,
+        x.shape[1], x.shape[2], width, KIND=kind, PHASE=phase is not None, BLOCK_D=block_d, **meta,
+    )  # fmt: skip
+    return out
+
+
+def polar_backward(
+    x: Tensor, angle: Tensor, phase: Tensor | None, kind: str, grad: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and of the phase (float32 `[H, D]`), given that of `polar`'s output; no atomics."""
+    rows, heads, length, width = x.shape
+    dx = torch.empty_like(x)
+    block_d = triton.next_power_of_2(width)
+    grid, meta = _grid(x, block_d)
+    partial = None
+    if phase is not None:
+        partial = torch.empty(grid[0] * rows, heads, width, dtype=torch.float32, device=x.device)
+    polar_backward_kernel[grid](
+        x, x.stride(), grad, grad.stride(), dx, dx.stride(), partial,
+        angle, angle.stride(0) if angle.shape[0] > 1 else 0, phase,
+        heads, length, width, KIND=kind, PHASE=phase is not None, BLOCK_D=block_d, **meta,
+    )  # fmt: skip
+    return dx, None if partial is None else partial.sum(0)
+
+
+def rotate(x: Tensor, angle: Tensor, factor: float, *, back: bool = False) -> Tensor:
+    """RoPE's rotation of the pairs (c, c + n) of x `[B, H, T, D]` by angle float32 `[B | 1, T, n]`, times factor.
+
+    `back=True` turns the other way: the gradient of the rotation.
+    """
+    width, n = x.shape[3], angle.shape[2]
+    out = torch.empty_like(x) if back else expanded_like(x, width)
+    block_n = triton.next_power_of_2(n)
+    rest = width - 2 * n
+    grid, meta = _grid(x, 2 * block_n)
+    rotate_kernel[grid](
+        x, x.stride(), out, out.stride(), angle, angle.stride(0) if angle.shape[0] > 1 else 0, factor,
+        x.shape[1], x.shape[2], width, n, BACK=back, BLOCK_N=block_n,
+        BLOCK_REST=triton.next_power_of_2(rest) if rest else 0, **meta,
+    )  # fmt: skip
+    return out

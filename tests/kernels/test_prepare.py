@@ -1,0 +1,98 @@
+"""The preparation kernels against the equations, restated here in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+prepare = pytest.importorskip("phasewise.kernels.prepare", reason="triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+
+def magnitude(x: Tensor, kind: str) -> Tensor:
+    return {"softplus": torch.nn.functional.softplus, "relu": torch.relu, "identity": lambda y: y}[kind](x)
+
+
+def polar(x: Tensor, angle: Tensor, phase: Tensor | None, kind: str) -> Tensor:
+    mu = magnitude(x, kind)
+    turn = angle[:, None] - (0 if phase is None else phase[None, :, None])
+    return torch.cat([mu * turn.cos(), mu * turn.sin()], -1)
+
+
+def rotated(x: Tensor, angle: Tensor, factor: float) -> Tensor:
+    n = angle.shape[-1]
+    first, second, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
+    cos, sin = factor * angle[:, None].cos(), factor * angle[:, None].sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
+def close(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Within one rounding of dtype, plus the float32 arithmetic before it."""
+    assert actual.isfinite().all()
+    bound = torch.finfo(dtype).eps * exact.abs() + 4e-6 * exact.abs().max().clamp_min(1.0)
+    assert ((actual.double() - exact).abs() <= bound).all()
+
+
+def inputs(rows=2, heads=3, length=17, width=24, n=24, angle_rows=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(length * width + heads)
+    x = torch.randn(rows, length, heads, width, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    angle = (torch.rand(angle_rows, length, n, generator=generator) * 2 - 1).mul(math.pi).to(DEVICE)
+    phase = (-2 * math.pi * torch.rand(heads, width, generator=generator)).to(DEVICE)
+    return x, angle, phase
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["softplus", "relu", "identity"])
+@pytest.mark.parametrize(("length", "width", "angle_rows"), [(1, 16, 1), (17, 24, 2), (33, 64, 1)])
+def test_polar_and_its_gradients_are_the_equation(dtype, kind, length, width, angle_rows):
+    x, angle, phase = inputs(length=length, width=width, n=width, angle_rows=angle_rows, dtype=dtype)
+    exact = [t.double().requires_grad_() for t in (x, phase)]
+    expected = polar(exact[0], angle.double(), exact[1], kind)
+    close(prepare.polar(x, angle, phase, kind), expected, dtype)
+    grad = torch.randn(expected.shape, dtype=torch.float64, device=DEVICE).to(dtype)
+    dx, dphase = torch.autograd.grad(expected, exact, grad.double())
+    actual_dx, actual_dphase = prepare.polar_backward(x, angle, phase, kind, grad)
+    close(actual_dx, dx, dtype)
+    close(actual_dphase, dphase, torch.float32)
+
+
+def test_keys_have_no_phase():
+    x, angle, _ = inputs()
+    close(prepare.polar(x, angle, None, "softplus"), polar(x.double(), angle.double(), None, "softplus"), x.dtype)
+
+
+def test_softplus_keeps_its_relative_precision_at_the_extremes():
+    x, angle, phase = inputs(rows=1, heads=1, length=8, width=16, n=16)
+    x = torch.tensor([-1e4, -80.0, -40.0, -17.0, -1e-6, 17.0, 80.0, 1e4], device=DEVICE)[None, None, :, None].expand(
+        1, 1, 8, 16
+    )
+    expected = polar(x.double(), angle.double(), None, "softplus")
+    actual = prepare.polar(x, angle, None, "softplus")
+    dx, _ = prepare.polar_backward(x.contiguous(), angle, None, "softplus", torch.ones_like(actual))
+    assert ((actual.double() - expected).abs() <= 2e-6 * expected.abs() + 1e-37 + 2e-7 * magnitude(
+        x.double(), "softplus").repeat(1, 1, 1, 2)).all()  # fmt: skip
+    assert dx.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "n"), [(32, 16), (24, 12), (40, 4)])
+def test_rotation_and_its_gradient_are_the_equation(dtype, width, n):
+    x, angle, _ = inputs(width=width, n=n, angle_rows=2, dtype=dtype)
+    exact = x.double().requires_grad_()
+    expected = rotated(exact, angle.double(), 1.25)
+    close(prepare.rotate(x, angle, 1.25), expected, dtype)
+    grad = torch.randn(expected.shape, dtype=torch.float64, device=DEVICE).to(dtype)
+    (dx,) = torch.autograd.grad(expected, exact, grad.double())
+    close(prepare.rotate(grad, angle, 1.25, back=True), dx, dtype)
+
+
+def test_strided_and_expanded_inputs_give_the_same():
+    x, angle, phase = inputs(width=32, n=16)
+    wide = torch.stack([x, x], -1)[..., 0]
+    assert torch.equal(prepare.rotate(wide, angle, 1.0), prepare.rotate(x.contiguous(), angle, 1.0))
+    one = x[:, :1].expand(-1, 3, -1, -1)
+    angle = torch.cat([angle, angle], -1)
+    phase = torch.zeros(3, 32, device=DEVICE)
+    assert torch.equal(prepare.polar(one, angle, phase, "relu")[:, 2], prepare.polar(x, angle, phase, "relu")[:, 0])
