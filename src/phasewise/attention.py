@@ -1,0 +1,253 @@
+"""attention(q, k, v, encoding): validate, choose an implementation, call it.
+
+Letters: B batch, Hq and Hkv query and key heads, T queries, S keys, D width of q and k, Dv width of v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phasewise.encodings import ALiBi
+from phasewise.encodings.base import Encoding
+from phasewise.positions import Positions, visible
+from phasewise.reference import reference
+
+Implementation = Literal["auto", "reference", "sdpa"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "reference", "sdpa")
+
+MASK_LIMIT = 2**28  # largest mask or bias [rows, heads, T, S], in elements, that sdpa is given
+AUTO_LIMIT = 2**28  # largest T * S that auto hands to the reference: 16 384 queries on as many keys
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which implementation computes an attention, and why."""
+
+    impl: Implementation
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A validated call. `plain`: no positions were given, so queries are the last T of keys 0..S-1."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    encoding: Encoding
+    q_at: Positions
+    k_at: Positions
+    plain: bool
+    causal: bool
+    window: int | None
+    scale: float | None
+
+    @property
+    def needs_mask(self) -> bool:
+        length, keys = self.q.shape[2], self.k.shape[2]
+        if not self.plain or (self.window is not None and self.window < keys):
+            return True
+        return self.causal and length not in (1, keys)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding,
+    *,
+    q_at: Positions | None = None,
+    k_at: Positions | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    impl: Implementation = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(encoding's scores) V over the keys that each query sees.
+
+    q: [B, Hq, T, D]; k: [B, Hkv, S, D]; v: [B, Hkv, S, Dv]; any strides, one float dtype. Query head h uses
+        kv head h // (Hq // Hkv).
+    q_at, k_at: places (int64 positions and segments). Without them keys are at 0..S-1 and the queries are the
+        last T of these; with k_at alone they are the last T of its places.
+    causal, window: a key is seen when it is in the query's segment, not after the query, and nearer than
+        `window` places. A query that sees nothing gives 0.
+    scale: replaces the encoding's softmax scale (D^-1/2; for TAPA Da^-1/2).
+    impl: "reference" (plain PyTorch by query blocks), "sdpa" (torch's scaled_dot_product_attention), or
+        "auto" (see `choose`). Anything but auto runs or raises.
+    return_lse: also return the log-sum-exp of each query's scores, [B, Hq, T] ("reference" only).
+
+    Returns [B, Hq, T, Dv] in v's dtype. Raises ValueError for shapes, dtypes, positions or an implementation
+    that do not fit, saying what would.
+
+    >>> q = k = v = torch.randn(1, 2, 5, 16)
+    >>> from phasewise.encodings import RoPE
+    >>> attention(q, k, v, RoPE(head_dim=16)).shape
+    torch.Size([1, 2, 5, 16])
+    """
+    call = _validate(q, k, v, encoding, q_at, k_at, causal=causal, window=window, scale=scale)
+    if _choose(call, impl, return_lse).impl == "sdpa":
+        return _sdpa(call)
+    out, lse = reference(
+        q, k, v, encoding, call.q_at, call.k_at, causal=causal, window=window, scale=scale
+    )
+    return (out, lse) if return_lse else out
+
+
+def choose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding,
+    *,
+    q_at: Positions | None = None,
+    k_at: Positions | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    impl: Implementation = "auto",
+    return_lse: bool = False,
+) -> Choice:
+    """What `attention` with these arguments runs, and why; a pure function of sizes, dtypes and devices.
+
+    Raises ValueError where `attention` would. Works on meta tensors.
+
+    >>> from phasewise.encodings import TAPA
+    >>> q = torch.empty(1, 2, 5, 16, device="meta")
+    >>> choose(q, q, q, TAPA(head_dim=16)).impl
+    'reference'
+    """
+    call = _validate(q, k, v, encoding, q_at, k_at, causal=causal, window=window, scale=scale)
+    return _choose(call, impl, return_lse)
+
+
+def _choose(call: _Call, impl: Implementation, return_lse: bool) -> Choice:
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown impl {impl!r}; choose from {', '.join(IMPLEMENTATIONS)}")
+    obstacle = _sdpa_obstacle(call, return_lse)
+    if impl == "sdpa":
+        if obstacle:
+            raise ValueError(f"impl='sdpa' cannot run this: {obstacle}; use impl='reference'")
+        return Choice("sdpa", "asked for")
+    if impl == "reference":
+        return Choice("reference", "asked for")
+    if obstacle is None:
+        return Choice("sdpa", "the scores separate into a query's and a key's part, or add a bias")
+    length, keys = call.q.shape[2], call.k.shape[2]
+    if length * keys > AUTO_LIMIT:
+        raise ValueError(
+            f"{length} queries on {keys} keys would take the slow reference path, as sdpa cannot run this: "
+            f"{obstacle}; ask for it with impl='reference', or use fewer queries at a time"
+        )
+    return Choice("reference", obstacle)
+
+
+def _sdpa_obstacle(call: _Call, return_lse: bool) -> str | None:
+    """Why torch's scaled_dot_product_attention cannot compute this call; None when it can."""
+    encoding, length, keys = call.encoding, call.q.shape[2], call.k.shape[2]
+    if return_lse:
+        return "it does not return the log-sum-exp"
+    rows = max(call.q_at.batch, call.k_at.batch)
+    if isinstance(encoding, ALiBi):
+        if call.q.dtype in (torch.float16, torch.bfloat16):
+            return f"a bias in {call.q.dtype} would round ALiBi's distances"
+        elements = rows * encoding.num_heads * length * keys
+    elif not encoding.separable(length):
+        return f"the scores of {encoding.kind} with these settings do not separate into a query's and a key's part"
+    else:
+        elements = rows * length * keys if call.needs_mask else 0
+    if elements > MASK_LIMIT:
+        return f"its mask would have {elements} elements, above {MASK_LIMIT}"
+    return None
+
+
+def _sdpa(call: _Call) -> Tensor:
+    q, k, v, encoding = call.q, call.k, call.v, call.encoding
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    mask = empty = None
+    if call.needs_mask:
+        mask = visible(call.q_at, call.k_at, causal=call.causal, window=call.window)[:, None]
+        empty = ~mask.any(-1, keepdim=True)
+        mask = mask | empty
+    if isinstance(encoding, ALiBi):
+        if mask is None and call.causal:
+            mask = visible(call.q_at, call.k_at)[:, None]
+        bias = -encoding.penalty(call.q_at, call.k_at, q.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+    else:
+        separated = encoding.factors(q, k, call.q_at, call.k_at)
+        assert separated is not None
+        q, k = separated
+    width = v.shape[-1]
+    if q.device.type == "cpu" and q.shape[-1] != width:
+        common = max(q.shape[-1], width)  # the blocked CPU kernel takes one width only: see docs/decisions.md
+        q, k, v = (F.pad(x, (0, common - x.shape[-1])) for x in (q, k, v))
+    causal = call.causal and mask is None and q.shape[2] == k.shape[2]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )[..., :width]
+    return out if empty is None else torch.where(empty, 0.0, out)
+
+
+def _validate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding,
+    q_at: Positions | None,
+    k_at: Positions | None,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> _Call:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [batch, heads, length, width], but has shape {tuple(x.shape)}")
+        if not x.is_floating_point() or x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"q, k and v must share one float dtype and device, but q is {q.dtype} on {q.device} "
+                f"and {name} is {x.dtype} on {x.device}"
+            )
+    batch, heads, length, width = q.shape
+    groups, keys = k.shape[1], k.shape[2]
+    if k.shape[0] != batch or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"k and v must be [{batch}, kv heads, keys, width] alike, but are {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if k.shape[3] != width:
+        raise ValueError(f"q and k must have one width, but q is {width} wide and k {k.shape[3]}")
+    if groups == 0 or heads % groups:
+        raise ValueError(f"{heads} query heads do not divide over {groups} kv heads; use a divisor of {heads}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 (the query itself), but is {window}; None sees everything")
+    plain = q_at is None and k_at is None
+    if k_at is None:
+        if q_at is not None:
+            raise ValueError("q_at is given without k_at; give the keys' places too")
+        k_at = Positions.arange(keys, device=k.device)
+    if q_at is None:
+        if length > keys:
+            raise ValueError(
+                f"without q_at the {length} queries are the last of the keys, but there are only {keys} keys; give q_at"
+            )
+        q_at = k_at if length == keys else k_at.narrow(keys - length, length)
+    for name, at, count in (("q_at", q_at, length), ("k_at", k_at, keys)):
+        if at.length != count or at.batch not in (1, batch):
+            raise ValueError(
+                f"{name} places {at.batch} x {at.length} tokens, but the tensors hold {batch} x {count}; "
+                f"give [1 or {batch}, {count}]"
+            )
+        if at.device != q.device:
+            raise ValueError(f"{name} is on {at.device}, but q is on {q.device}; use {name}.to(q.device)")
+    if q_at.axes != k_at.axes:
+        raise ValueError(f"q_at is on {q_at.axes} axes and k_at on {k_at.axes}; give both on the same axes")
+    if window is not None and q_at.axes != 1:
+        raise ValueError(f"a window is defined on one axis, but the positions have {q_at.axes}; use window=None")
+    encoding.check(heads, width, q_at.axes)
+    return _Call(q, k, v, encoding, q_at, k_at, plain, causal, window, scale)

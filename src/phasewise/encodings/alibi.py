@@ -1,0 +1,78 @@
+"""ALiBi: a penalty linear in distance, steeper in some heads than in others (Press et al., 2021)."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from phasewise.encodings.base import Encoding, EncodingConfig, distances, one_axis, products
+from phasewise.positions import Positions
+
+
+class ALiBiConfig(EncodingConfig):
+    """Settings of ALiBi: it has none; the slopes follow from the number of heads."""
+
+    kind: Literal["alibi"] = "alibi"
+
+    def build(self, *, num_heads: int, head_dim: int) -> ALiBi:  # noqa: ARG002
+        return ALiBi(num_heads=num_heads)
+
+
+class ALiBi(Encoding):
+    """score(t, s) = d^-1/2 q_t . k_s - m_h |t - s|, slopes m_h = 2^(-8h/H) for h = 1..H heads.
+
+    For H no power of two: the slopes of the power below it, then every other slope of the power above it,
+    as the authors do. Source: Press et al., arXiv 2108.12409.
+
+    >>> ALiBi(num_heads=4).slopes()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+
+    kind: ClassVar[str] = "alibi"
+
+    def __init__(self, *, num_heads: int) -> None:
+        super().__init__()
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, but is {num_heads}")
+        self.num_heads = num_heads
+
+    @property
+    def config(self) -> ALiBiConfig:
+        return ALiBiConfig()
+
+    def slopes(self) -> list[float]:
+        """The slope of each head."""
+        whole = 2 ** math.floor(math.log2(self.num_heads))
+        between = [2.0 ** (-4 * (2 * h + 1) / whole) for h in range(self.num_heads - whole)]
+        return [2.0 ** (-8 * (h + 1) / whole) for h in range(whole)] + between
+
+    def check(self, num_heads: int, head_dim: int, axes: int) -> None:  # noqa: ARG002
+        one_axis("ALiBi", axes)
+        if num_heads != self.num_heads:
+            raise ValueError(f"this ALiBi has {self.num_heads} heads, but q has {num_heads}")
+
+    def penalty(self, q_at: Positions, k_at: Positions, dtype: torch.dtype) -> Tensor:
+        """m_h |t - s| as `dtype` [B or 1, H, T, S]."""
+        slopes = torch.tensor(self.slopes(), dtype=dtype, device=q_at.device)
+        return distances(q_at, k_at).to(dtype) * slopes[:, None, None]
+
+    def scores(
+        self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions, *, scale: float | None = None
+    ) -> Tensor:
+        scores = products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        return scores - self.penalty(q_at, k_at, scores.dtype)
+
+    def separable(self, length: int) -> bool:  # noqa: ARG002
+        return False
+
+    def factors(
+        self,
+        q: Tensor,  # noqa: ARG002
+        k: Tensor,  # noqa: ARG002
+        q_at: Positions,  # noqa: ARG002
+        k_at: Positions,  # noqa: ARG002
+    ) -> None:
+        return None

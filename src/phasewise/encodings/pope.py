@@ -1,0 +1,147 @@
+"""PoPE: content sets the magnitude, position sets the phase (Gopalakrishnan et al., 2025)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from phasewise.encodings.base import EncodingConfig, working_dtype
+from phasewise.encodings.spectral import Spectral
+from phasewise.frequencies import AnyFrequencies, Frequencies, Geometric
+
+Magnitude = Literal["softplus", "relu", "identity"]
+PhaseInit = Literal["zero", "uniform"]
+PhaseBound = Literal["wrap", "clamp"]
+
+_FULL_TURN = 2 * math.pi
+_MAGNITUDES: dict[Magnitude, Callable[[Tensor], Tensor]] = {
+    "softplus": lambda x: F.softplus(x, threshold=40),  # beyond it float64 cannot tell softplus(x) from x
+    "relu": F.relu,
+    "identity": lambda x: x,
+}
+
+
+class PoPEConfig(EncodingConfig):
+    """Settings of PoPE; see `PoPE` for their meaning."""
+
+    kind: Literal["pope"] = "pope"
+    frequencies: AnyFrequencies = Geometric(base=10_000.0)
+    phase_init: PhaseInit = "zero"
+    phase_bound: PhaseBound = "wrap"
+    magnitude: Magnitude = "softplus"
+    axes: int = Field(default=1, ge=1)
+
+    def build(self, *, num_heads: int, head_dim: int) -> PoPE:
+        return PoPE(num_heads=num_heads, head_dim=head_dim, **{name: getattr(self, name) for name in _OPTIONS})
+
+
+_OPTIONS = tuple(name for name in PoPEConfig.model_fields if name != "kind")
+
+
+class PoPE(Spectral):
+    """score(t, s) = d^-1/2 sum_c m(q_tc) m(k_sc) cos((s - t) theta_c + delta_c), theta_c = base^(-c/d).
+
+    m is softplus (`relu` and `identity` are the paper's ablations). delta [num_heads, head_dim] is learned,
+    starts at zero (best for lengths never trained on) or uniform on [-2 pi, 0], and is applied to the query,
+    so keys stay free of heads and phases. `phase_bound="wrap"` leaves it free, as the cosine wraps anyway;
+    `"clamp"` is the paper's bound [-2 pi, 0], outside of which an entry gets no gradient (`frozen_fraction`).
+
+    With `axes` above 1 (images: 2, video: 3) the channels are split evenly over the axes, and positions are
+    [..., axes] (`Positions.grid`). Unlike RoPE, all head_dim channels have a rate of their own.
+
+    The phase is kept in float32 or wider whatever the module is cast to.
+
+    Raises ValueError when head_dim does not split over the axes. Source: Gopalakrishnan et al.,
+    arXiv 2509.10534; the exponent's sign and the query's side of delta are explained in docs/decisions.md.
+
+    >>> PoPE(num_heads=8, head_dim=64).phase.shape
+    torch.Size([8, 64])
+    """
+
+    kind: ClassVar[str] = "pope"
+    phase: nn.Parameter
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        frequencies: Frequencies = Geometric(base=10_000.0),
+        phase_init: PhaseInit = "zero",
+        phase_bound: PhaseBound = "wrap",
+        magnitude: Magnitude = "softplus",
+        axes: int = 1,
+    ) -> None:
+        config = PoPEConfig(
+            frequencies=frequencies,  # type: ignore[arg-type]
+            phase_init=phase_init,
+            phase_bound=phase_bound,
+            magnitude=magnitude,
+            axes=axes,
+        )
+        if head_dim % axes:
+            raise ValueError(f"PoPE splits its channels over the axes, but head_dim {head_dim} is no multiple of {axes}")
+        super().__init__(frequencies, channels=head_dim, axes=axes)
+        self._config = config
+        self.phase = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the phases to their initial values (`phase_init`)."""
+        if self._config.phase_init == "zero":
+            nn.init.zeros_(self.phase)
+        else:
+            nn.init.uniform_(self.phase, -_FULL_TURN, 0.0)
+
+    @property
+    def config(self) -> PoPEConfig:
+        return self._config
+
+    def check(self, num_heads: int, head_dim: int, axes: int) -> None:
+        if (num_heads, head_dim) != tuple(self.phase.shape):
+            raise ValueError(
+                f"this PoPE has {self.phase.shape[0]} heads of width {self.phase.shape[1]}, "
+                f"but q has {num_heads} of width {head_dim}"
+            )
+        if axes != self.axes:
+            raise ValueError(f"this PoPE has {self.axes} axes, but the positions are on {axes}; see PoPE(axes=...)")
+
+    def delta(self) -> Tensor:
+        """The phases that enter the score, [num_heads, head_dim] in radians."""
+        return self.phase.clamp(-_FULL_TURN, 0.0) if self._config.phase_bound == "clamp" else self.phase
+
+    @torch.no_grad()
+    def frozen_fraction(self) -> float:
+        """The share of phases that get no gradient because a clamp holds them; 0 when they wrap."""
+        if self._config.phase_bound == "wrap":
+            return 0.0
+        return ((self.phase < -_FULL_TURN) | (self.phase > 0)).float().mean().item()
+
+    def magnitude(self, x: Tensor) -> Tensor:
+        """m(x), elementwise, at least float32."""
+        return _MAGNITUDES[self._config.magnitude](x.to(working_dtype(x.dtype)))
+
+    def turn_queries(self, q: Tensor, angle: Tensor, gain: float | Tensor) -> Tensor:
+        return self._polar(q, angle[:, None] - self.delta().to(angle.dtype)[:, None], gain)
+
+    def turn_keys(self, k: Tensor, angle: Tensor) -> Tensor:
+        return self._polar(k, angle[:, None], 1.0)
+
+    def _polar(self, x: Tensor, angle: Tensor, gain: float | Tensor) -> Tensor:
+        size = self.magnitude(x)
+        return torch.cat([size * (angle.cos() * gain), size * (angle.sin() * gain)], dim=-1).to(x.dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move with the module, but never below float32: a phase in bfloat16 is off by up to 0.016 rad."""
+
+        def keep(tensor: Tensor) -> Tensor:
+            moved: Any = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+
+        return super()._apply(keep, recurse)

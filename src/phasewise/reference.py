@@ -1,0 +1,73 @@
+"""softmax(scores) V in plain PyTorch: the oracle, float64-capable, in memory that grows linearly with length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from phasewise.encodings.base import Encoding, working_dtype
+from phasewise.positions import Positions, visible
+
+EMPTY_LSE = -1e30  # log-sum-exp of a row that sees nothing: finite, so that no arithmetic on it makes a NaN
+SCORES_AT_ONCE = 2**23  # elements of one block of scores: 32 MiB in float32
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding,
+    q_at: Positions,
+    k_at: Positions,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention by its definition, in blocks of queries whose scores are made, used and dropped.
+
+    q [B, Hq, T, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv]; the arithmetic is float32, or float64 for float64
+    inputs, also under autocast. Returns the output [B, Hq, T, Dv] in v's dtype and the log-sum-exp
+    [B, Hq, T]. A query that sees no key gets an output of 0, no gradient, and EMPTY_LSE. The backward pass
+    recomputes each block, so its memory is linear in length too.
+    """
+    batch, heads, length, _ = q.shape
+    dtype = working_dtype(q.dtype)
+    if length == 0 or k.shape[2] == 0:
+        empty = torch.full((batch, heads, length), EMPTY_LSE, dtype=dtype, device=q.device)
+        return v.new_zeros(batch, heads, length, v.shape[-1]), empty
+
+    def block(q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        at = q_at.narrow(start, q.shape[2])
+        scores = encoding.scores(q, k, at, k_at, scale=scale)
+        mask = visible(at, k_at, causal=causal, window=window)[:, None]
+        return _softmax_values(scores, mask, v.to(dtype))
+
+    size = max(1, SCORES_AT_ONCE // (batch * heads * k.shape[2]))
+    if size >= length:
+        out, lse = block(q, k, v, 0)
+        return out.to(v.dtype), lse
+    blocks = []
+    for start in range(0, length, size):
+        part = q[:, :, start : start + size]
+        if torch.is_grad_enabled():
+            blocks.append(checkpoint(block, part, k, v, start, use_reentrant=False, preserve_rng_state=False))
+        else:
+            blocks.append(block(part, k, v, start))
+    return torch.cat([out.to(v.dtype) for out, _ in blocks], dim=2), torch.cat([lse for _, lse in blocks], dim=2)
+
+
+def _softmax_values(scores: Tensor, mask: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = scores.masked_fill(~mask, float("-inf"))
+    highest = scores.detach().amax(-1, keepdim=True).clamp(min=EMPTY_LSE)
+    weights = (scores - highest).exp()
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total + empty
+    batch, heads, length, keys = weights.shape
+    grouped = (weights / total).reshape(batch, v.shape[1], -1, keys)
+    with torch.autocast(v.device.type, enabled=False):
+        out = (grouped @ v).reshape(batch, heads, length, v.shape[-1])
+    lse = torch.where(empty, EMPTY_LSE, highest + total.log())
+    return out, lse.squeeze(-1)
