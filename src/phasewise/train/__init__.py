@@ -1,1 +1,1 @@
-
+"""Training, and comparing what was trained."""

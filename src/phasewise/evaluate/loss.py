@@ -1,0 +1,121 @@
+"""The loss of a model on windows of one length: in all, and by position within the window."""
+
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+
+from phasewise.positions import Positions
+
+NOT_SCORED = -100
+POSITION_BANDS = 16
+LARGEST_EXPONENT = 700
+
+
+class Scored(Protocol):
+    """Rows of tokens and what to predict at each place, as `phasewise.data.windows` gives them.
+
+    tokens, targets: int64 [B, T]; targets of -100 are not scored. positions: None when every row is T tokens
+    from the start of a window.
+    """
+
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def positions(self) -> Positions | None: ...
+
+
+class PositionLoss(BaseModel):
+    """The loss of the scored tokens at places first..last of their windows."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first: int
+    last: int
+    tokens: int
+    loss: float
+
+
+class Measurement(BaseModel):
+    """A model's loss at one length, with what it takes to read the number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    length: int
+    """Tokens in a window, the most a prediction can see."""
+    stride: int
+    """Tokens between the starts of two windows."""
+    windows: int
+    tokens: int
+    """Scored tokens, each counted once."""
+    loss: float
+    """Mean negative log-likelihood, nats per scored token."""
+    perplexity: float | None
+    """exp(loss); None where that overflows."""
+    bits: float
+    """loss / ln 2: bits per byte when a token is a byte."""
+    accuracy: float
+    """Share of scored tokens that are the model's first choice."""
+    by_position: tuple[PositionLoss, ...]
+    """Bands of places; those where nothing is scored are left out."""
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, batches: Iterable[Scored], *, length: int, stride: int, device: torch.device
+) -> Measurement:
+    """Measure a model's loss on rows of at most `length` tokens, windows that start `stride` tokens apart.
+
+    Losses are summed in float64 token by token, so how the rows are batched makes no difference beyond the
+    rounding of the model itself. The model is put into evaluation mode.
+
+    Raises ValueError when nothing is scored.
+    """
+    model.eval()
+    total = torch.zeros(length, dtype=torch.float64)
+    scored = torch.zeros(length, dtype=torch.int64)
+    right = rows = 0
+    for batch in batches:
+        at = None if batch.positions is None else batch.positions.to(device)
+        targets = batch.targets.to(device)
+        logits = model(batch.tokens.to(device), at=at).float()
+        losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=NOT_SCORED, reduction="none")
+        wanted = targets != NOT_SCORED
+        width = targets.shape[1]
+        total[:width] += losses.double().sum(0).cpu()
+        scored[:width] += wanted.sum(0).cpu()
+        right += int((logits.argmax(-1) == targets)[wanted].sum())
+        rows += targets.shape[0]
+    count = int(scored.sum())
+    if not count:
+        raise ValueError(f"no token is scored at length {length}: choose a shorter length or more tokens")
+    loss = total.sum().item() / count
+    return Measurement(
+        length=length,
+        stride=stride,
+        windows=rows,
+        tokens=count,
+        loss=loss,
+        perplexity=math.exp(loss) if loss < LARGEST_EXPONENT else None,
+        bits=loss / math.log(2),
+        accuracy=right / count,
+        by_position=_bands(total, scored),
+    )
+
+
+def _bands(total: Tensor, scored: Tensor) -> tuple[PositionLoss, ...]:
+    length = len(total)
+    edges = sorted({length * band // POSITION_BANDS for band in range(POSITION_BANDS + 1)})
+    bands = []
+    for first, end in pairwise(edges):
+        if count := int(scored[first:end].sum()):
+            loss = total[first:end].sum().item() / count
+            bands.append(PositionLoss(first=first, last=end - 1, tokens=count, loss=loss))
+    return tuple(bands)

@@ -1,0 +1,38 @@
+"""AdamW and its learning rate at each step."""
+
+import math
+
+import torch
+
+from phasewise.encodings import Encoding
+from phasewise.model import Transformer
+from phasewise.train.recipe import Budget
+
+
+def learning_rate(recipe: Budget, step: int) -> float:
+    """The learning rate of step 0, 1, ..: linear warm-up, then half a cosine down to the final rate.
+
+    >>> recipe = Budget(steps=101, warmup=1, learning_rate=1e-3, final_learning_rate=0.0)
+    >>> learning_rate(recipe, 0), round(learning_rate(recipe, 51), 6), learning_rate(recipe, 100)
+    (0.001, 0.0005, 0.0)
+    """
+    if step < recipe.warmup:
+        return recipe.learning_rate * (step + 1) / recipe.warmup
+    done = (step - recipe.warmup) / max(recipe.steps - 1 - recipe.warmup, 1)
+    above = recipe.learning_rate - recipe.final_learning_rate
+    return recipe.final_learning_rate + above * (1 + math.cos(math.pi * done)) / 2
+
+
+def build_optimizer(recipe: Budget, model: Transformer) -> torch.optim.AdamW:
+    """AdamW that decays matrices and leaves norms and an encoding's own parameters (PoPE's phases) alone."""
+    encodings = [module for module in model.modules() if isinstance(module, Encoding)]
+    positional = {id(parameter) for encoding in encodings for parameter in encoding.parameters()}
+    decayed, kept = [], []
+    for parameter in model.parameters():
+        matrix = parameter.ndim >= 2 and id(parameter) not in positional
+        (decayed if matrix else kept).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": recipe.weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, recipe.beta2), fused=True)

@@ -1,0 +1,155 @@
+"""What a training and a comparison of trainings are made of, as frozen values that JSON holds."""
+
+from collections.abc import Callable
+from typing import Annotated, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from phasewise.encodings import named
+from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
+from phasewise.model import ModelConfig
+
+Value = TypeVar("Value")
+MULTIPLES = (1, 2, 4, 8)
+SCALINGS: dict[str, Callable[[float, int, float], AnyFrequencies]] = {
+    "linear": lambda base, _trained, factor: Linear(base=base, factor=factor),
+    "ntk": lambda base, _trained, factor: NTK(base=base, factor=factor),
+    "yarn": lambda base, trained, factor: YaRN(base=base, factor=factor, original_length=trained),
+}
+
+
+class Budget(BaseModel):
+    """What every encoding of a comparison gets alike: the data, the steps and the optimizer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    data: str = "austen"
+    """Corpus: austen | chorales | jsb:PATH | text:PATH | indirect-indexing."""
+    tokenizer: str = "bytes"
+    """For text: bytes | bpe:SIZE (trained on the corpus) | the path of a tokenizer.json."""
+    context: int = Field(128, ge=2)
+    """Trained length in tokens."""
+    batch_size: PositiveInt = 16
+    """Sequences in a training step."""
+    steps: PositiveInt = 400
+    """Training steps."""
+    learning_rate: float = Field(3e-3, gt=0)
+    """Highest learning rate, reached at the end of the warm-up."""
+    final_learning_rate: float = Field(3e-4, ge=0)
+    """Learning rate at the last step, the end of a half cosine."""
+    warmup: NonNegativeInt = 40
+    """Steps over which the learning rate rises linearly."""
+    weight_decay: float = Field(0.1, ge=0)
+    """AdamW's decoupled decay, on matrices only."""
+    beta2: float = Field(0.99, gt=0, lt=1)
+    """AdamW's second-moment memory (the first is 0.9)."""
+    clip: float = Field(1.0, gt=0)
+    """Largest gradient norm."""
+    checkpoint_every: PositiveInt = 100
+    """Steps between checkpoints; the last step is always kept."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.warmup >= self.steps:
+            raise ValueError(f"warmup {self.warmup} leaves nothing of steps {self.steps}: choose a smaller one")
+        if self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate {self.final_learning_rate} is above learning_rate {self.learning_rate}: "
+                "lower it"
+            )
+        return self
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens the model sees in training."""
+        return self.steps * self.batch_size * self.context
+
+
+class TrainRecipe(Budget):
+    """One training run, whole: with the corpus it determines every loss to the last digit.
+
+    >>> from phasewise.encodings import RoPEConfig
+    >>> model = ModelConfig(vocab_size=256, width=32, layers=1, heads=2, encoding=RoPEConfig())
+    >>> TrainRecipe(model=model, seed=0, steps=100, warmup=10).trained_tokens
+    204800
+    """
+
+    model: ModelConfig
+    seed: NonNegativeInt
+
+
+class CompareRecipe(Budget):
+    """Train several encodings on one corpus under one budget and evaluate each beyond the trained length."""
+
+    encodings: Annotated[tuple[str, ...], Field(min_length=1)] = ("rope", "pope", "tapa", "nope", "alibi")
+    """Encodings to train: rope | pope | tapa | nope | alibi."""
+    scalings: tuple[str, ...] = tuple(SCALINGS)
+    """Rules that RoPE is also evaluated with, applied after training: linear | ntk | yarn."""
+    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (0,)
+    """Seeds; each encoding is trained once from each."""
+    width: PositiveInt = 96
+    """Width of the model."""
+    layers: PositiveInt = 3
+    """Layers of the model."""
+    heads: PositiveInt = 4
+    """Attention heads of the model."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout in training."""
+    evaluate_lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()
+    """Lengths to evaluate at; none given: 1, 2, 4 and 8 times the context (a task: the context)."""
+    evaluate_tokens: PositiveInt = 16384
+    """Tokens to score at each length, the same ones at all."""
+    evaluate_stride: PositiveInt | None = None
+    """Tokens between evaluation windows; none given: half of each length."""
+
+    @field_validator("encodings")
+    @classmethod
+    def _known_encodings(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            named(name)
+        return _distinct(names)
+
+    @field_validator("scalings")
+    @classmethod
+    def _known_scalings(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if name not in SCALINGS:
+                raise ValueError(f"unknown scaling {name!r}; choose from {', '.join(SCALINGS)}")
+        return _distinct(names)
+
+    @field_validator("seeds", "evaluate_lengths")
+    @classmethod
+    def _given_once(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        return _distinct(values)
+
+    def training(self, encoding: str, seed: int, *, vocab_size: int) -> TrainRecipe:
+        """The recipe of one of the trainings."""
+        model = ModelConfig(
+            vocab_size=vocab_size,
+            width=self.width,
+            layers=self.layers,
+            heads=self.heads,
+            dropout=self.dropout,
+            encoding=named(encoding),
+        )
+        budget = {name: getattr(self, name) for name in Budget.model_fields}
+        return TrainRecipe(**budget, model=model, seed=seed)
+
+    def lengths(self, *, task: bool) -> tuple[int, ...]:
+        """The lengths to evaluate at, shortest first."""
+        return tuple(sorted(self.evaluate_lengths)) or tuple(n * self.context for n in MULTIPLES[: 1 if task else None])
+
+
+def _distinct(values: tuple[Value, ...]) -> tuple[Value, ...]:
+    twice = [value for value in values if values.count(value) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]!r} is given twice: give it once")
+    return values

@@ -1,0 +1,195 @@
+"""The outcome of a comparison: its values, its table and its figure."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from phasewise.evaluate import Measurement
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLOURS = {"rope": "#d1495b", "pope": "#00798c", "tapa": "#edae49", "nope": "#6c757d", "alibi": "#7b5ea7"}
+DASHES = {"linear": (0, (1, 1.5)), "ntk": (0, (4, 1.5)), "yarn": (0, (6, 1.5, 1, 1.5))}
+
+
+class Run(BaseModel):
+    """One encoding trained from one seed, and what it was measured to lose."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int
+    parameters: int
+    frozen_phases: float | None
+    """Share of PoPE's phases that a clamp holds, and so get no gradient; None for other encodings."""
+    train_loss: float
+    """Mean training loss of the last tenth of the steps."""
+    train_seconds: float
+    evaluate_seconds: float
+    measurements: tuple[Measurement, ...]
+
+
+class Row(BaseModel):
+    """One line of the table: an encoding, and the scaling applied after its training if any."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    encoding: str
+    scaling: str | None
+    runs: tuple[Run, ...]
+
+    @property
+    def name(self) -> str:
+        return self.encoding if self.scaling is None else f"{self.encoding} + {self.scaling}"
+
+
+class CorpusFacts(BaseModel):
+    """What was trained on and measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    source: str
+    licence: str
+    unit: str
+    vocab_size: int
+    sha256: str
+    bytes_per_token: float | None
+    """UTF-8 bytes per token of the split measured; None where the data are not text."""
+
+
+class Score(BaseModel):
+    """What the table and the figure show of a row at one length, over its seeds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    length: int
+    mean: float
+    seeds: tuple[float, ...]
+
+
+class Comparison(BaseModel):
+    """Every number of a comparison and what is needed to read it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    corpus: CorpusFacts
+    split: str
+    context: int
+    trained_tokens: int
+    """Tokens each model saw in training."""
+    answers_only: bool
+    """Whether the corpus is a task, whose accuracy is then what is compared."""
+    seconds: float
+    """Training and evaluation of everything, over all sittings."""
+    rows: tuple[Row, ...]
+
+    @property
+    def quantity(self) -> str:
+        """What `scores` gives, with its unit."""
+        return "accuracy" if self.answers_only else f"loss, nats per {self.corpus.unit}"
+
+    def scores(self, row: Row) -> tuple[Score, ...]:
+        """The row's accuracy (of a task) or loss at each length."""
+        by_length = zip(*(run.measurements for run in row.runs), strict=True)
+        scores = []
+        for measured in by_length:
+            values = tuple(m.accuracy if self.answers_only else m.loss for m in measured)
+            scores.append(Score(length=measured[0].length, mean=math.fsum(values) / len(values), seeds=values))
+        return tuple(scores)
+
+
+def table(comparison: Comparison) -> "Table":
+    """The comparison as a rich table: a row an encoding, a column a length; with several seeds, every seed."""
+    from rich.table import Table
+
+    first = comparison.rows[0].runs[0].measurements
+    scored = sorted({measured.tokens for measured in first})
+    strides = ", ".join(str(measured.stride) for measured in first)
+    caption = (
+        f"{comparison.quantity}; {comparison.corpus.name}, {comparison.split} split, "
+        f"{' or '.join(f'{tokens:,}' for tokens in scored)} scored tokens at each length, stride {strides}; "
+        f"{comparison.trained_tokens:,} tokens of training at length {comparison.context}"
+    )
+    shown = Table(caption=caption, caption_justify="left")
+    shown.add_column("encoding")
+    shown.add_column("parameters", justify="right")
+    for measured in first:
+        shown.add_column(f"{measured.length}\n{measured.length / comparison.context:g}x", justify="right")
+    for row in comparison.rows:
+        cells = [row.name, f"{row.runs[0].parameters:,}"]
+        for score in comparison.scores(row):
+            cells.append(f"{score.mean:.3f}")
+            if len(score.seeds) > 1:
+                cells[-1] += "\n[dim]" + " ".join(f"{value:.3f}" for value in score.seeds) + "[/dim]"
+        shown.add_row(*cells)
+    return shown
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Draw the scores by length, a line an encoding, the spread of its seeds shaded; the suffix is the format.
+
+    Raises ValueError without matplotlib.
+    """
+    require_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings = {"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 9}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axes = figure.subplots()
+        lengths: list[int] = []
+        ends: list[tuple[float, str, str]] = []
+        for row in comparison.rows:
+            scores = comparison.scores(row)
+            lengths = [score.length for score in scores]
+            means = [score.mean for score in scores]
+            colour = COLOURS[row.encoding]
+            dash = DASHES.get(row.scaling or "", "solid")
+            axes.plot(lengths, means, color=colour, linestyle=dash, marker="o", markersize=3.5, linewidth=1.6)
+            if len(row.runs) > 1:
+                low = [min(score.seeds) for score in scores]
+                high = [max(score.seeds) for score in scores]
+                axes.fill_between(lengths, low, high, color=colour, alpha=0.15, linewidth=0)
+            ends.append((means[-1], row.name, colour))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length}\n{length / comparison.context:g}x" for length in lengths])
+        axes.minorticks_off()
+        axes.axvline(comparison.context, color="#999999", linewidth=0.8, linestyle=":", zorder=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("length in tokens, and over the trained length")
+        axes.set_ylabel(comparison.quantity)
+        axes.set_title(f"{comparison.corpus.name}: trained at {comparison.context}, evaluated beyond", loc="left")
+        _label_ends(axes, ends)
+        figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def require_matplotlib() -> None:
+    """Raise ValueError, with what to install, when there is no matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "the figure needs matplotlib: pip install 'phasewise[report]', or leave it out with --no-figure"
+        ) from error
+
+
+def _label_ends(axes: Any, ends: list[tuple[float, str, str]]) -> None:
+    """Name each line at its right end, moved apart vertically where they would overlap."""
+    low, high = axes.get_ylim()
+    gap = (high - low) * 0.05
+    at = -math.inf
+    for value, name, colour in sorted(ends):
+        at = max(value, at + gap)
+        axes.annotate(
+            name,
+            xy=(1.0, at),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+        )
