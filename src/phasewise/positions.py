@@ -150,6 +150,10 @@ class Positions:
         """The places `start` to `start + length` of every row."""
         return Positions(self.index.narrow(1, start, length), self.segment.narrow(1, start, length))
 
+    def rows(self, rows: slice) -> Positions:
+        """The places of some rows of the batch."""
+        return Positions(self.index[rows], self.segment[rows])
+
     def expand(self, rows: int) -> Positions:
         """The same places for `rows` rows (a view); raises ValueError unless there is one row or `rows`."""
         if self.batch not in (1, rows):

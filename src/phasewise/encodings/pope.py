@@ -127,13 +127,13 @@ class PoPE(Spectral):
         """m(x), elementwise, at least float32."""
         return _MAGNITUDES[self._config.magnitude](x.to(working_dtype(x.dtype)))
 
-    def turn_queries(self, q: Tensor, angle: Tensor, gain: float | Tensor) -> Tensor:
+    def turn_queries(self, q: Tensor, angle: Tensor, gain: float) -> Tensor:
         return self._polar(q, angle[:, None] - self.delta().to(angle.dtype)[:, None], gain)
 
     def turn_keys(self, k: Tensor, angle: Tensor) -> Tensor:
         return self._polar(k, angle[:, None], 1.0)
 
-    def _polar(self, x: Tensor, angle: Tensor, gain: float | Tensor) -> Tensor:
+    def _polar(self, x: Tensor, angle: Tensor, gain: float) -> Tensor:
         size = self.magnitude(x)
         return torch.cat([size * (angle.cos() * gain), size * (angle.sin() * gain)], dim=-1).to(x.dtype)
 
