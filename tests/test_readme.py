@@ -18,6 +18,10 @@ MODULES = sorted(
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
 )
+# What is only subclassed or only returned; settings are shown by what they set.
+NO_EXAMPLE = {"Choice", "Encoding", "Frequencies"} | {
+    f"{kind}Config" for kind in ("NoPE", "RoPE", "PoPE", "TAPA", "ALiBi")
+}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -49,5 +53,6 @@ def test_docstring_examples_print_what_they_say(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", phasewise.__all__)
 def test_public_name_is_documented_with_an_example(name):
-    value = getattr(phasewise, name)
-    assert ">>>" in (value.__doc__ or ""), f"phasewise.{name} has no example in its docstring"
+    documentation = getattr(phasewise, name).__doc__
+    assert documentation
+    assert name in NO_EXAMPLE or ">>>" in documentation, f"phasewise.{name} has no example in its docstring"
