@@ -1,8 +1,9 @@
-"""Writes src/phasewise/data/austen.txt.xz, the six novels, from the R package janeaustenr.
+r"""Writes src/phasewise/data/austen.txt.xz, the six novels, from the R package janeaustenr.
 
     pip install rdata
     apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr_*.deb unpacked
-    python experiments/make_austen.py unpacked/usr/lib/R/site-library/janeaustenr/data src/phasewise/data/austen.txt.xz
+    python experiments/make_austen.py \
+        unpacked/usr/lib/R/site-library/janeaustenr/data src/phasewise/data/austen.txt.xz
 
 Novels stand in order of publication, the two posthumous ones last, with a form feed between them. The one
 passage that is not Austen's, a modern "A NOTE ON THE TEXT" after Northanger Abbey, is left out.
@@ -20,7 +21,7 @@ LENGTH_PREFIX = 4
 
 
 def main(folder: Path, out: Path) -> None:
-    """Reads the lazy-load database Rdata.rdx and Rdata.rdb in `folder`, writes the compressed text to `out`."""
+    """Reads the lazy-load database Rdata.rdx and Rdata.rdb in `folder`, writes compressed text to `out`."""
     places = rdata.read_rds(folder / "Rdata.rdx")["variables"]
     database = (folder / "Rdata.rdb").read_bytes()
     novels = []

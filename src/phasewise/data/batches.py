@@ -174,7 +174,9 @@ def windows(
     if corpus.task is not None:
         _require_row_length(corpus, length)
         if stride is not None:
-            raise ValueError(f"{corpus.name} has whole examples, which no stride divides, but stride is {stride}")
+            raise ValueError(
+                f"{corpus.name} has whole examples, so stride={stride} has no meaning; leave it out"
+            )
         count = len(documents) if limit_tokens is None else min(limit_tokens, len(documents))
         spans = tuple((index, corpus.task.row_length) for index in range(count))
         return Windows(corpus, split, length, length, batch_size, spans)
@@ -219,7 +221,7 @@ def _require_row_length(corpus: Corpus, length: int) -> None:
     assert corpus.task is not None
     if length != corpus.task.row_length:
         raise ValueError(
-            f"{corpus.name} has rows of {corpus.task.row_length} tokens and no other length, but {length} was asked; "
+            f"{corpus.name} has rows of {corpus.task.row_length} tokens and no other length, not {length}; "
             f"use {corpus.task.row_length} for the context and the only evaluation length"
         )
 
@@ -227,7 +229,6 @@ def _require_row_length(corpus: Corpus, length: int) -> None:
 def _require_fits(corpus: Corpus, split: str, length: int, longest: int) -> None:
     if longest < length:
         raise ValueError(
-            f"{length} tokens of context need {length + 1} consecutive tokens, but the longest document (or the "
-            f"limit) in the {split} split of {corpus.name} has {longest + 1}; use at most {max(longest, 0)}, "
-            "or longer documents"
+            f"a context of {length} needs a document of {length + 1} tokens, but the longest one in the "
+            f"{split} split of {corpus.name} (within any limit_tokens) has {longest + 1}; use at most {longest}"
         )

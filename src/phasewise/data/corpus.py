@@ -50,7 +50,7 @@ class Documents(Split):
     """
 
     def __init__(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        assert tokens.ndim == 1 and len(tokens) == lengths.sum()
+        assert tokens.shape == (lengths.sum(),)
         self._tokens = tokens
         self._lengths = lengths.astype(np.int64)
         self._ends = np.cumsum(self._lengths)
@@ -123,7 +123,7 @@ class Corpus:
 
 
 def sha256_of(splits: Mapping[str, Split]) -> str:
-    """Hash of every split's name, document lengths and tokens (of the first 10 000 documents of a generator)."""
+    """Hash of every split's name, lengths and tokens (of a generated split: its first 10 000 examples)."""
     digest = hashlib.sha256()
     for name, split in splits.items():
         whole = isinstance(split, Documents)

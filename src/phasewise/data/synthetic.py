@@ -30,7 +30,9 @@ class IndirectIndexing(Split):
     The string has 20 to 40 distinct letters; the letter is one of them; the shift is drawn from -15 to 15
     until it stays inside the string (that is, uniformly from those that do); the answer stands there.
 
-    >>> indirect_indexing().decode(IndirectIndexing(stream=0, size=10)[0])
+    >>> corpus = indirect_indexing()
+    >>> corpus.decode(corpus.splits["train"][0])
+    'nQNKmgJfoyewUibPkhEXDVxjGRHvCrzWBMO,K,+12,P'
     """
 
     def __init__(self, stream: int, size: int) -> None:

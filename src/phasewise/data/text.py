@@ -55,7 +55,9 @@ def text(path: Path, *, tokenizer: str = "bytes", separator: str | None = None) 
     by a hash of their content) is the test split and another the validation split; of fewer, each gives its
     last tenth to test and the tenth before it to validation.
 
-    Raises ValueError for a path that is missing, empty, unreadable or binary, and for text too short to split.
+    Documents with equal content count once.
+
+    Raises ValueError for a path that is missing, empty, unreadable or binary, and text too short to split.
     """
     documents = _read(path, separator)
     if len(documents) >= FEWEST_DOCUMENTS:
@@ -64,7 +66,9 @@ def text(path: Path, *, tokenizer: str = "bytes", separator: str | None = None) 
         texts = _split_by_share(documents)
     for split, members in texts.items():
         if max((len(member) for member in members), default=0) < 2:
-            raise ValueError(f"{path} is too short: nothing is left for its {split} split; give a longer text")
+            raise ValueError(
+                f"{path} is too short: nothing is left for its {split} split; give a longer text"
+            )
     return _tokenized(
         texts,
         tokenizer,
@@ -76,9 +80,11 @@ def text(path: Path, *, tokenizer: str = "bytes", separator: str | None = None) 
 
 def _read(path: Path, separator: str | None) -> list[bytes]:
     if separator == "":
-        raise ValueError("separator is empty; give the string between documents, or None for one document a file")
+        raise ValueError(
+            "separator is empty; give the string between documents, or None for one document a file"
+        )
     if path.is_dir():
-        members = sorted(member for member in path.rglob("*") if member.is_file() and not _hidden(member, path))
+        members = sorted(found for found in path.rglob("*") if found.is_file() and not _hidden(found, path))
         if not members:
             raise ValueError(f"folder {path} holds no files; give a folder with text files")
     elif path.is_file():
@@ -89,7 +95,7 @@ def _read(path: Path, separator: str | None) -> list[bytes]:
     for member in members:
         content = _content(member)
         documents += [content] if separator is None else content.split(separator.encode())
-    documents = [document for document in documents if document.strip()]
+    documents = list({document: None for document in documents if document.strip()})
     if not documents:
         raise ValueError(f"{path} is empty; give a file with text")
     return documents
@@ -112,8 +118,7 @@ def _content(member: Path) -> bytes:
 
 
 def _split_by_document(documents: Sequence[bytes]) -> Texts:
-    distinct = {hashlib.sha256(document).digest(): document for document in documents}
-    shuffled = [distinct[digest] for digest in sorted(distinct)]
+    shuffled = sorted(documents, key=lambda document: hashlib.sha256(document).digest())
     held_out = max(1, round(len(shuffled) * HELD_OUT))
     return {
         "train": shuffled[2 * held_out :],
@@ -187,7 +192,9 @@ def _bpe_codec(texts: Texts, name: str) -> Codec:
         try:
             tokenizer = tokenizers.Tokenizer.from_file(name)
         except Exception as error:  # tokenizers raises bare Exception
-            raise ValueError(f"{name} is not a tokenizer.json: {error}; save one with the tokenizers library") from error
+            raise ValueError(
+                f"{name} is not a tokenizer.json: {error}; save one with the tokenizers library"
+            ) from error
     else:
         raise ValueError(f'no tokenizer {name!r}; give "bytes", "bpe:SIZE" or the path of a tokenizer.json')
 
