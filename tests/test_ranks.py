@@ -13,6 +13,7 @@ RANKS = {
     "positions": 0,
     "frequencies": 0,
     "record": 0,
+    "frequencies_hf": 1,
     "encodings": 1,
     "kernels": 1,
     "reference": 2,
