@@ -57,7 +57,7 @@ tables: $(ready) ## the figure and table of README.md from results/demo
 	$(run) -m experiments.readme_figure results/demo/report.json
 
 docs: $(ready_docs) ## the documentation, strictly, into site/
-	$(run) -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict
 
 bench: $(ready) ## the CPU benchmark, into results/cpu
 	$(run) -m phasewise.bench.cpu --out results/cpu

@@ -3,12 +3,14 @@
 import doctest
 import importlib
 import importlib.util
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import phasewise
+from experiments.readme_figure import encodings_table, with_table
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "phasewise"
@@ -37,8 +39,17 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
         exec(compile(block, page, "exec"), namespace)
 
 
-def test_readme_has_a_snippet():
-    assert python_blocks((ROOT / "README.md").read_text())
+def test_readme_has_a_snippet_of_at_most_six_lines():
+    snippet = python_blocks((ROOT / "README.md").read_text())[0]
+    assert 0 < len(snippet.splitlines()) <= 6
+
+
+def test_readme_table_is_the_recorded_demo():
+    report = ROOT / "results" / "demo" / "report.json"
+    if not report.exists():
+        pytest.skip("results/demo/report.json is not recorded yet, so the README has no table to check")
+    readme = (ROOT / "README.md").read_text()
+    assert readme == with_table(readme, encodings_table(json.loads(report.read_text())))
 
 
 @pytest.mark.parametrize("name", MODULES)
