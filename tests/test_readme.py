@@ -21,7 +21,7 @@ MODULES = sorted(
     for path in PACKAGE.rglob("*.py")
 )
 # What is only subclassed or only returned; settings are shown by what they set.
-NO_EXAMPLE = {"Choice", "Encoding", "Frequencies"} | {
+NO_EXAMPLE = {"Choice", "Encoding", "Frequencies", "RopeSettings"} | {
     f"{kind}Config" for kind in ("NoPE", "RoPE", "PoPE", "TAPA", "ALiBi")
 }
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -27,6 +27,7 @@ from phasewise.frequencies import (
     Proportional,
     YaRN,
 )
+from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
 from phasewise.model import Cache, ModelConfig, Transformer, generate, rescaled
 from phasewise.positions import Positions
 
@@ -55,11 +56,14 @@ __all__ = [
     "Proportional",
     "RoPE",
     "RoPEConfig",
+    "RopeSettings",
     "TAPAConfig",
     "Transformer",
     "YaRN",
     "attention",
     "choose",
+    "from_hf",
     "generate",
     "rescaled",
+    "to_hf",
 ]
