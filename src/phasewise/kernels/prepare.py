@@ -168,7 +168,7 @@ def polar_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and of the phase (float32 `[H, D]`), given that of `polar`'s output; no atomics."""
     rows, heads, length, width = x.shape
-    dx = torch.empty_like(x)
+    dx = expanded_like(x, width)
     block_d = triton.next_power_of_2(width)
     grid, meta = _grid(x, block_d)
     partial = None
@@ -188,7 +188,7 @@ def rotate(x: Tensor, angle: Tensor, factor: float, *, back: bool = False) -> Te
     `back=True` turns the other way: the gradient of the rotation.
     """
     width, n = x.shape[3], angle.shape[2]
-    out = torch.empty_like(x) if back else expanded_like(x, width)
+    out = expanded_like(x, width)
     block_n = triton.next_power_of_2(n)
     rest = width - 2 * n
     grid, meta = _grid(x, 2 * block_n)

@@ -1,6 +1,7 @@
 """What the attention kernels share: places, visibility, tile spans, tensor descriptors and the launch table.
 
-Letters: T queries, S keys, BLOCK_M queries and BLOCK_N keys in a tile, i and j the places of a query and a key.
+Letters: T queries, S keys, BLOCK_M queries and BLOCK_N keys in a tile, i and j the places of a query and of a
+key.
 Log-sum-exps are natural logarithms; a row that sees nothing has `EMPTY_LSE`, which is finite.
 """
 
@@ -53,8 +54,9 @@ def visible(i, i_segment, j, j_segment, window, CAUSAL: tl.constexpr, WINDOWED: 
 
 @triton.jit
 def key_span(
-    first_m, T, S, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    first_m, T, S, window,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Keys `[low, high)` that any query of a tile sees, and `[full_low, full_high)` that all of them see.
 
     For queries at places t + S - T. All four are multiples of BLOCK_N except `high`, which may be S.
@@ -85,12 +87,14 @@ def key_span(
 
 @triton.jit
 def query_span(
-    first_n, T, S, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    first_n, T, S, window,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Queries `[low, high)` that see any key of a tile, and `[full_low, full_high)` that see all of them.
 
-    As `key_span` with the sides exchanged: multiples of BLOCK_M except `high`, which may be T. Rows past T need
-    no mask when their log-sum-exp is loaded as +infinity, so a full tile may hold some.
+    As `key_span` with the sides exchanged: multiples of BLOCK_M except `high`, which may be T. A full tile may
+    hold rows past T: they need no mask when their log-sum-exp is loaded as +infinity. A tile with keys past S is
+    never full.
     """
     shift = S - T
     last_n = tl.minimum(first_n + BLOCK_N, S) - 1
@@ -113,7 +117,7 @@ def query_span(
     # The last tile counts as full when its queries up to T do.
     full_high = tl.where(full_high >= T, tl.cdiv(T, BLOCK_M), tl.maximum(full_high, 0) // BLOCK_M) * BLOCK_M
     full_low = tl.minimum(full_low, tl.cdiv(high, BLOCK_M) * BLOCK_M)
-    full_high = tl.maximum(full_high, full_low)
+    full_high = tl.where(first_n + BLOCK_N > S, full_low, tl.maximum(full_high, full_low))
     return low, full_low, full_high, high
 
 
@@ -227,12 +231,11 @@ def _spans(
 def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A descriptor of x `[B, H, T, D]` whose loads are `[1, 1, rows, columns]`, zero outside.
 
-    Reads x in place when its strides allow the copy engine (unit last stride, the others positive multiples of
-    16 bytes, 16-byte aligned start); otherwise a contiguous copy.
+    Reads x in place when its strides allow the copy engine (unit last stride, the others positive multiples
+    of 16 bytes, 16-byte aligned start); otherwise a contiguous copy.
     """
-    strides = [
-        stride if size > 1 else x[0, 0].numel() for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-    ]
+    outer = zip(x.shape[:3], x.stride()[:3], strict=True)
+    strides = [stride if size > 1 else x[0, 0].numel() for size, stride in outer]
     width = 16 // x.element_size()
     regular = x.stride(3) == 1 and all(s > 0 and s % width == 0 for s in strides)
     if not regular or x.data_ptr() % 16:
@@ -255,7 +258,7 @@ def launch_rows() -> tuple[Mapping[str, object], ...]:
 def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str, object]:
     """Meta-parameters of `kernel` for tensors like x, from the committed table.
 
-    A row serves widths and lengths up to its own; the tightest row wins, one of this device before one of any.
+    A row serves widths and lengths up to its own; the tightest wins, one of this device before one of any.
     """
     device = torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu"
     dtype = str(x.dtype).removeprefix("torch.")
@@ -271,5 +274,5 @@ def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str,
 
     rows = [row for row in launch_rows() if serves(row)]
     if not rows:
-        raise ValueError(f"{kernel} has no launch configuration for {dtype}, widths {qk} and {v}, on {device}")
+        raise ValueError(f"{kernel} has no launch configuration for {dtype}, widths {qk} and {v}, {device}")
     return dict(min(rows, key=distance)["meta"])

@@ -1,0 +1,72 @@
+"""Attention bodies of other packages behind the signature of our own: flash-attn-4 (optional) and cuDNN.
+
+Tensors are `[B, H, T, E]`, `[B, H / group, S, E]`, `[B, H / group, S, D]`; both return the output `[B, H, T, D]`
+stored place by place and the natural log-sum-exp `[B, H, T]`.
+"""
+
+import torch
+from torch import Tensor
+
+from phasewise.kernels.prepare import expanded_like
+from phasewise.kernels.tiles import EMPTY_LSE
+
+
+def _flash_window(causal: bool, window: int | None) -> dict[str, int | None]:
+    if window is None:
+        return {"window_size_left": None, "window_size_right": None}
+    return {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """flash-attn-4's forward; its places are ours, bottom right."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse = _flash_attn_fwd(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+        softmax_scale=scale, causal=causal, return_lse=True, **_flash_window(causal, window),
+    )[:2]  # fmt: skip
+    return out.transpose(1, 2), lse.clamp_min(EMPTY_LSE) if causal and q.shape[2] > k.shape[2] else lse
+
+
+def flash_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    *, scale: float, causal: bool, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """flash-attn-4's backward in its deterministic mode, which adds up dq in a fixed order."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv = expanded_like(q, q.shape[3]), expanded_like(k, k.shape[3]), expanded_like(v, v.shape[3])
+    _flash_attn_bwd(
+        *(x.transpose(1, 2) for x in (q, k, v, out, dout)), lse,
+        softmax_scale=scale, causal=causal, deterministic=True,
+        dq=dq.transpose(1, 2), dk=dk.transpose(1, 2), dv=dv.transpose(1, 2),
+        dlse=None if dlse is None else dlse.contiguous(), **_flash_window(causal, window),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """cuDNN's forward through torch."""
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )[:2]
+    return _placewise(out), lse.reshape(out.shape[:3])
+
+
+def cudnn_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cuDNN's backward through torch; without dropout the random state it asks for is not read."""
+    unread = torch.empty(2, dtype=torch.int64, device=q.device)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        dout, q, k, v, out, lse[..., None], unread[0], unread[1], None, None, None, q.shape[2], k.shape[2], 0.0,
+        causal, scale=scale,
+    )  # fmt: skip
+    return _placewise(dq), _placewise(dk), _placewise(dv)
+
+
+def _placewise(x: Tensor) -> Tensor:
+    """x, copied only when it is not stored place by place."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

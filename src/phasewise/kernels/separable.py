@@ -1,0 +1,147 @@
+"""Attention for encodings whose score is a product, <f(q), g(k)>: NoPE, RoPE, PoPE, and ALiBi's slopes on top.
+
+Tensors only: q `[B, H, T, D]`, k `[B, H / group, S, D]`, v `[B, H / group, S, Dv]`, any strides, gradients to all
+three. Positions are optional int64 `[B | 1, T]` and `[B | 1, S]`; without any, query t sits at S - T + t, key s at
+s, all in one segment, and tiles nobody sees are never visited. Each function returns the output `[B, H, T, Dv]` and
+the natural log-sum-exp `[B, H, T]`; a row that sees nothing gets output 0, log-sum-exp -1e30 and no gradient.
+"""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from phasewise.kernels.library import Body, Preparation, separable
+
+__all__ = ["attend", "pope", "rope", "unsupported"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def unsupported(
+    body: Body, *, device: str, capability: tuple[int, int] | None, dtype: torch.dtype, qk_width: int, v_width: int,
+    queries: int, keys: int, causal: bool, window: int | None = None, placed: bool = False, sloped: bool = False,
+) -> str | None:  # fmt: skip
+    """Why `body` cannot serve such a call, or None when it can.
+
+    device is a type ("cuda", "cpu"), capability its CUDA compute capability; qk_width is the width that is
+    multiplied: 2 D for PoPE. placed: positions are given; sloped: slopes are.
+
+    >>> unsupported("cudnn", device="cuda", capability=(9, 0), dtype=torch.float32, qk_width=64, v_width=64,
+    ...             queries=128, keys=128, causal=True)
+    'cudnn takes float16 and bfloat16, not float32'
+    """
+    kind = str(dtype).removeprefix("torch.")
+    if min(qk_width, v_width) < 8 or qk_width % 8 or v_width % 8:
+        return f"{body} takes widths that are multiples of 8, not {qk_width} and {v_width}"
+    if body == "triton":
+        if dtype not in (torch.float32, *_HALVES):
+            return f"triton takes float32, float16 and bfloat16, not {kind}"
+        if qk_width > 512 or v_width > 256:
+            return f"triton takes widths up to 512 (q, k) and 256 (v), not {qk_width} and {v_width}"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed; `pip install phasewise[gpu]`"
+        if device == "cuda":
+            return None if (capability or (0, 0)) >= (8, 0) else f"triton needs compute capability 8.0, not {capability}"
+        return None if _interpreted() else f"triton needs a CUDA device, not {device}"
+    if device != "cuda":
+        return f"{body} needs a CUDA device, not {device}"
+    if dtype not in _HALVES:
+        return f"{body} takes float16 and bfloat16, not {kind}"
+    if placed:
+        return f"{body} takes no positions here; triton does"
+    if sloped:
+        return f"{body} takes no slopes; triton does"
+    if body == "flash":
+        if capability != (9, 0):
+            return f"flash serves compute capability 9.0 here, not {capability}"
+        if qk_width > 256 or v_width > 256:
+            return f"flash takes widths up to 256, not {qk_width} and {v_width}"
+        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+            return "flash-attn-4 is not installed; `pip install phasewise[flash]`"
+        return None
+    if (capability or (0, 0)) < (9, 0):
+        return f"cudnn needs compute capability 9.0, not {capability}"
+    if window is not None:
+        return "cudnn takes no window; triton and flash do"
+    if causal and queries != keys:
+        return f"cudnn counts causal places from the start, so it needs as many queries as keys, not {queries}, {keys}"
+    if qk_width > 256 or v_width > 128:
+        return f"cudnn takes widths up to 256 (q, k) and 128 (v), not {qk_width} and {v_width}"
+    return None
+
+
+def _interpreted() -> bool:
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, window: int | None,
+    q_index: Tensor | None = None, q_segment: Tensor | None = None,
+    k_index: Tensor | None = None, k_segment: Tensor | None = None,
+    slopes: Tensor | None = None, body: Body = "triton",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(scale q k^T - slope |i - j|) v for q and k that need no preparation.
+
+    window w shows keys with |i - j| < w; slopes float32 `[H]` are ALiBi's. Raises ValueError for what `body` cannot
+    do.
+    """
+    places = (q_index, q_segment, k_index, k_segment)
+    return _call(q, k, v, (None, None, None), places, slopes, "none", 1.0, scale, causal, window, body)
+
+
+def rope(
+    q: Tensor, k: Tensor, v: Tensor, q_angle: Tensor, k_angle: Tensor, factor: float,
+    *, scale: float, causal: bool, window: int | None,
+    q_index: Tensor | None = None, q_segment: Tensor | None = None,
+    k_index: Tensor | None = None, k_segment: Tensor | None = None,
+    slopes: Tensor | None = None, body: Body = "triton",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attend` after RoPE's rotation of the pairs (c, c + n) by float32 angles `[B | 1, T, n]`, 2 n <= D.
+
+    factor multiplies the rotated channels on both sides (YaRN's attention factor); channels from 2 n on pass.
+    """
+    places = (q_index, q_segment, k_index, k_segment)
+    angles = (q_angle, k_angle, None)
+    return _call(q, k, v, angles, places, slopes, "rope", factor, scale, causal, window, body)
+
+
+def pope(
+    q: Tensor, k: Tensor, v: Tensor, q_angle: Tensor, k_angle: Tensor, phase: Tensor | None,
+    *, magnitude: Preparation, scale: float, causal: bool, window: int | None,
+    q_index: Tensor | None = None, q_segment: Tensor | None = None,
+    k_index: Tensor | None = None, k_segment: Tensor | None = None,
+    slopes: Tensor | None = None, body: Body = "triton",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attend` on PoPE's Cartesian form: scores scale sum_c m(q_c) m(k_c) cos(q_angle_c - phase_c - k_angle_c).
+
+    Angles are float32 `[B | 1, T, D]` reduced to [-pi, pi], phase float32 `[H, D]` or None, magnitude softplus,
+    relu or identity. Saved for the gradient: q, k, v, angles, phase, output and log-sum-exp, nothing 2 D wide.
+    """
+    places = (q_index, q_segment, k_index, k_segment)
+    angles = (q_angle, k_angle, phase)
+    return _call(q, k, v, angles, places, slopes, magnitude, 1.0, scale, causal, window, body)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor | None, Tensor | None, Tensor | None],
+    places: tuple[Tensor | None, ...], slopes: Tensor | None,
+    preparation: Preparation, factor: float, scale: float, causal: bool, window: int | None, body: Body,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    width = q.shape[3] * (1 if preparation in ("none", "rope") else 2)
+    reason = unsupported(
+        body, device=q.device.type,
+        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
+        dtype=q.dtype, qk_width=width, v_width=v.shape[3], queries=q.shape[2], keys=k.shape[2], causal=causal,
+        window=window, placed=any(x is not None for x in places), sloped=slopes is not None,
+    )  # fmt: skip
+    if reason is not None:
+        raise ValueError(reason)
+    if scale <= 0:
+        raise ValueError(f"scale {scale} must be positive")
+    for name, x in (("q_angle", angles[0]), ("k_angle", angles[1]), ("slopes", slopes)):
+        if x is not None and (x.dtype != torch.float32 or x.requires_grad):
+            raise ValueError(f"{name} must be float32 and gets no gradient, got {x.dtype}")
+    return separable(q, k, v, *angles, *places, slopes, preparation, factor, scale, causal, window, body)
