@@ -34,7 +34,7 @@ demo: $(ready) ## compare the encodings on Jane Austen's novels: table, figure, 
 	@out=runs/demo; number=1; \
 	while [ -e $$out/report.json ]; do number=$$((number + 1)); out=runs/demo-$$number; done; \
 	if [ $$number -gt 1 ]; then echo "Earlier demos are kept; this one writes $$out."; fi; \
-	if [ -e $$out ]; then resume=--resume; echo "Resuming the interrupted run in $$out."; fi; \
+	if [ -e $$out/recipe.json ]; then resume=--resume; echo "Resuming the interrupted run in $$out."; fi; \
 	$(run) -m phasewise.cli compare --out $$out $$resume
 
 test: $(ready) ## the tests that need no GPU and little time
