@@ -19,13 +19,13 @@ def save(model: Transformer, folder: str | Path) -> None:
     A folder that holds a model of the same config gets the new weights. Raises ValueError when it holds
     a model of another config, which is left untouched, and ImportError without safetensors.
     """
-    save_file = _safetensors().save_file
+    safetensors = _safetensors()
     folder = Path(folder)
     text = model.config.model_dump_json(indent=2) + "\n"
     if (folder / CONFIG).exists() and _read_config(folder) != model.config:
         raise ValueError(f"{folder} holds a model with another {CONFIG}; give another folder, or remove it")
     with replacing(folder / WEIGHTS) as path:
-        save_file(model.state_dict(), path, metadata={"format": "pt"})
+        safetensors.torch.save_file(model.state_dict(), path, metadata={"format": "pt"})
     # Last: weights without a config are no model yet.
     with replacing(folder / CONFIG) as path:
         path.write_text(text, encoding="utf-8")
@@ -37,7 +37,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transform
     Raises ValueError when the folder holds no whole model or its weights do not fit its config, and
     ImportError without safetensors.
     """
-    load_file = _safetensors().load_file
+    safetensors = _safetensors()
     folder = Path(folder)
     config = _read_config(folder)
     if not (folder / WEIGHTS).exists():
@@ -45,7 +45,13 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transform
     with torch.device("meta"):
         model = Transformer(config)
     try:
-        model.load_state_dict(load_file(folder / WEIGHTS, device=str(device)), assign=True)
+        held = safetensors.torch.load_file(folder / WEIGHTS)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS} is not a whole safetensors file: {error}") from error
+    # Copied out of the mapped file, whose alignment would change the last bits of matrix products.
+    weights = {name: weight.to(device, copy=True) for name, weight in held.items()}
+    try:
+        model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{folder / WEIGHTS} does not fit {CONFIG} beside it: {error}") from error
     return model.eval()
@@ -65,4 +71,4 @@ def _safetensors():
         import safetensors.torch
     except ImportError as error:
         raise ImportError("models on disk need safetensors: pip install 'phasewise[train]'") from error
-    return safetensors.torch
+    return safetensors

@@ -1,0 +1,104 @@
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from phasewise import record
+from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
+from phasewise.model.folder import CONFIG, WEIGHTS, load, save
+from tests.model.small import model_of, tokens_of
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_model_comes_back_the_same(tmp_path, encoding, tied):
+    model, tokens = model_of(encoding, tied=tied), tokens_of(2, 9)
+    save(model, tmp_path / "new" / "model")
+    loaded = load(tmp_path / "new" / "model")
+    assert names(tmp_path / "new" / "model") == [CONFIG, WEIGHTS]
+    assert loaded.config == model.config
+    assert not loaded.training
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
+def test_the_dtype_comes_back_too(tmp_path):
+    model = model_of(PoPEConfig(phase_init="uniform"), dtype=torch.bfloat16)
+    save(model, tmp_path)
+    for (name, own), (_, back) in zip(
+        model.state_dict().items(), load(tmp_path).state_dict().items(), strict=True
+    ):
+        assert own.dtype == back.dtype, name
+        assert torch.equal(own, back), name
+
+
+def test_saving_again_replaces_the_weights(tmp_path):
+    save(model_of(NoPEConfig(), seed=0), tmp_path)
+    later = model_of(NoPEConfig(), seed=1)
+    save(later, tmp_path)
+    assert torch.equal(load(tmp_path)(tokens_of(1, 5)), later(tokens_of(1, 5)))
+
+
+def test_a_model_of_another_config_is_not_overwritten(tmp_path):
+    first = model_of(NoPEConfig())
+    save(first, tmp_path)
+    with pytest.raises(ValueError, match=r"another config\.json; give another folder"):
+        save(model_of(RoPEConfig()), tmp_path)
+    assert torch.equal(load(tmp_path)(tokens_of(1, 5)), first(tokens_of(1, 5)))
+
+
+@pytest.mark.parametrize("survivors", [0, 1])
+def test_an_interrupted_save_leaves_a_whole_model_or_none(tmp_path, monkeypatch, survivors):
+    replace, done = record.os.replace, []
+
+    def interrupted(source, target):
+        if len(done) == survivors:
+            raise KeyboardInterrupt
+        done.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(record.os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(model_of(NoPEConfig()), tmp_path)
+    assert names(tmp_path) == [WEIGHTS][:survivors]
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        load(tmp_path)
+    monkeypatch.undo()
+    save(model_of(RoPEConfig()), tmp_path)
+    assert load(tmp_path).config.encoding == RoPEConfig()
+
+
+def test_a_folder_without_a_whole_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json; give a folder that `save` has written"):
+        load(tmp_path / "nowhere")
+    save(model_of(NoPEConfig()), tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
+        load(tmp_path)
+
+
+def test_a_damaged_config_and_weights_that_do_not_fit_are_refused(tmp_path):
+    model = model_of(NoPEConfig())
+    save(model, tmp_path)
+    weights = model.state_dict()
+    weights["extra"] = weights.pop("norm.weight")
+    save_file(weights, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=r"does not fit config\.json beside it(.|\n)*norm\.weight"):
+        load(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(b"not safetensors")
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        load(tmp_path)
+    (tmp_path / CONFIG).write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json is not a model's config"):
+        load(tmp_path)
+
+
+def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"pip install 'phasewise\[train\]'"):
+        save(model_of(NoPEConfig()), tmp_path)
+    assert names(tmp_path) == []
