@@ -377,6 +377,19 @@ def forward(
     return out, lse
 
 
+def row_deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """float32 `[B, H, T]`: sum_d out dout, less the gradient of the log-sum-exp."""
+    rows, heads, queries, width = out.shape
+    delta = torch.empty(rows, heads, queries, dtype=torch.float32, device=out.device)
+    block_d = block_width(width)
+    block_m = max(1, 4096 // block_d)
+    delta_kernel[(triton.cdiv(queries, block_m), rows * heads)](
+        out, out.stride(), dout, dout.stride(), None if dlse is None else dlse.contiguous(), delta,
+        heads, queries, width, BLOCK_M=block_m, BLOCK_D=block_d,
+    )  # fmt: skip
+    return delta
+
+
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     *, scale: float, causal: bool, window: int | None, places: Places | None, slopes: Tensor | None,
@@ -385,12 +398,7 @@ def backward(
     rows, heads, queries, width = q.shape
     key_heads, keys, value_width = v.shape[1:]
     block_e, block_d = block_width(width), block_width(value_width)
-    delta = torch.empty_like(lse)
-    delta_rows = max(1, 4096 // block_d)
-    delta_kernel[(triton.cdiv(queries, delta_rows), rows * heads)](
-        out, out.stride(), dout, dout.stride(), None if dlse is None else dlse.contiguous(), delta,
-        heads, queries, value_width, BLOCK_M=delta_rows, BLOCK_D=block_d,
-    )  # fmt: skip
+    delta = row_deltas(out, dout, dlse)
     arguments, constants = _shared(q, k, scale, causal, window, places, slopes)
     arguments |= {"lse_ptr": lse, "delta_ptr": delta, "scale": scale, "E": width}
 

@@ -1,0 +1,188 @@
+"""The backward of wide attention by way of stored score gradients, a bounded number of heads at a time.
+
+Recomputing the scores for dq and again for dk costs 384 of 1408 units at widths (256, 128). Here one pass per key
+tile makes dv and writes ds, in the inputs' precision, to a buffer; dq = ds k and dk = ds^T q are then plain matrix
+products. Nothing is added atomically. For the static path: as many queries as keys, causal or full, no window.
+
+Letters as in `body`. A head's ds lies as one block of rows per key tile, `[T' - first visible query, BLOCK_N]`, T'
+being T rounded up to whole key tiles; causal blocks shrink along the diagonal.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from phasewise.kernels.body import load_row_statistics, load_tile, probability, row_deltas
+from phasewise.kernels.prepare import expanded_like
+from phasewise.kernels.tiles import block_width, describe, launch
+
+
+@triton.jit
+def block_row(tile, tiles, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """The buffer row, within a head, at which query 0 of a key tile lies or (causal) would lie."""
+    if CAUSAL:
+        return (tile * tiles - tile * (tile - 1) // 2 - tile) * BLOCK_N
+    else:
+        return tile * tiles * BLOCK_N
+
+
+@triton.jit
+def score_grad_tiles(
+    dv, k, v, q_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, row, b, h, base, low, high, j, T, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, S,
+):  # fmt: skip
+    for m in tl.range(low, high, BLOCK_M):
+        q = load_tile(q_desc, b, h, m)
+        dout = load_tile(dout_desc, b, h, m)
+        i = m + tl.arange(0, BLOCK_M)
+        lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, i, T)
+        scores = tl.dot(k, q.T, input_precision="ieee")
+        p = probability(
+            scores, lse[None, :], i[None, :], 0, j[:, None], tl.where(j < S, 0, -1)[:, None], 0.0, 0, scale_log2,
+            MASKED, CAUSAL, False, False,
+        )  # fmt: skip
+        dp = tl.dot(v, dout.T, input_precision="ieee")
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        ds_desc.store([base + m, 0], ds.T)
+    return dv
+
+
+@triton.jit
+def score_grad_kernel(
+    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, dv_ptr, dv_strides,
+    first_head, KEY_HEADS, GROUP, T, D, scale_log2,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dv [B, H / GROUP, T, D] = p^T dout, and ds of a chunk of key heads into the buffer."""
+    tile = tl.program_id(0)
+    tiles = tl.num_programs(0)
+    head = first_head + tl.program_id(1)
+    b = head // KEY_HEADS
+    key = head % KEY_HEADS
+    n = tile * BLOCK_N
+    j = n + tl.arange(0, BLOCK_N)
+    k = load_tile(k_desc, b, key, n)
+    v = load_tile(v_desc, b, key, n)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    head_rows = (tiles * (tiles + 1) // 2 if CAUSAL else tiles * tiles) * BLOCK_N
+    for member in range(GROUP):
+        h = key * GROUP + member
+        row = (b.to(tl.int64) * KEY_HEADS * GROUP + h) * T
+        base = (tl.program_id(1) * GROUP + member) * head_rows + block_row(tile, tiles, BLOCK_N, CAUSAL)
+        low = n if CAUSAL else 0
+        full = tl.minimum(n + BLOCK_N, T) if CAUSAL else 0
+        full = tl.where(n + BLOCK_N > T, T, full)
+        dv = score_grad_tiles(
+            dv, k, v, q_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, row, b, h, base, low, full, j, T, scale_log2,
+            True, CAUSAL, BLOCK_M, T,
+        )  # fmt: skip
+        dv = score_grad_tiles(
+            dv, k, v, q_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, row, b, h, base, full, T, j, T, scale_log2,
+            False, CAUSAL, BLOCK_M, T,
+        )  # fmt: skip
+    d = tl.arange(0, BLOCK_D)[None, :]
+    rows = j[:, None].to(tl.int64)
+    dv_at = dv_ptr + b.to(tl.int64) * dv_strides[0] + key.to(tl.int64) * dv_strides[1] + rows * dv_strides[2] + d
+    tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), (rows < T) & (d < D))
+
+
+@triton.jit
+def query_product_kernel(
+    ds_desc, k_desc, dq_ptr, dq_strides, first_head, KEY_HEADS, GROUP, T, E, scale,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """dq [B, H, T, E] = scale ds k for a chunk of heads."""
+    m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    tiles = tl.cdiv(T, BLOCK_N)
+    head = first_head * GROUP + tl.program_id(1)
+    b = head // (KEY_HEADS * GROUP)
+    h = head % (KEY_HEADS * GROUP)
+    head_rows = (tiles * (tiles + 1) // 2 if CAUSAL else tiles * tiles) * BLOCK_N
+    base = tl.program_id(1) * head_rows + m
+    dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for tile in tl.range(0, tl.cdiv(tl.minimum(m + BLOCK_M, T), BLOCK_N) if CAUSAL else tiles):
+        ds = ds_desc.load([base + block_row(tile, tiles, BLOCK_N, CAUSAL), 0])
+        k = load_tile(k_desc, b, h // GROUP, tile * BLOCK_N)
+        dq = tl.dot(ds, k, dq, input_precision="ieee")
+    e = tl.arange(0, BLOCK_E)[None, :]
+    rows = (m + tl.arange(0, BLOCK_M))[:, None].to(tl.int64)
+    dq_at = dq_ptr + b.to(tl.int64) * dq_strides[0] + h.to(tl.int64) * dq_strides[1] + rows * dq_strides[2] + e
+    tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), (rows < T) & (e < E))
+
+
+@triton.jit
+def key_product_kernel(
+    ds_desc, q_desc, dk_ptr, dk_strides, first_head, KEY_HEADS, GROUP, T, E, scale,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """dk [B, H / GROUP, T, E] = scale ds^T q for a chunk of key heads."""
+    tile = tl.program_id(0)
+    tiles = tl.num_programs(0)
+    head = first_head + tl.program_id(1)
+    b = head // KEY_HEADS
+    key = head % KEY_HEADS
+    n = tile * BLOCK_N
+    head_rows = (tiles * (tiles + 1) // 2 if CAUSAL else tiles * tiles) * BLOCK_N
+    dk = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    for member in range(GROUP):
+        base = (tl.program_id(1) * GROUP + member) * head_rows + block_row(tile, tiles, BLOCK_N, CAUSAL)
+        for m in tl.range(n if CAUSAL else 0, T, BLOCK_M):
+            ds = ds_desc.load([base + m, 0])
+            q = load_tile(q_desc, b, key * GROUP + member, m)
+            dk = tl.dot(ds.T, q, dk, input_precision="ieee")
+    e = tl.arange(0, BLOCK_E)[None, :]
+    rows = (n + tl.arange(0, BLOCK_N))[:, None].to(tl.int64)
+    dk_at = dk_ptr + b.to(tl.int64) * dk_strides[0] + key.to(tl.int64) * dk_strides[1] + rows * dk_strides[2] + e
+    tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), (rows < T) & (e < E))
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    *, scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`body.backward` for as many queries as keys, no window, no positions and no slopes."""
+    rows, heads, length, width = q.shape
+    key_heads, value_width = v.shape[1], v.shape[3]
+    group = heads // key_heads
+    block_e, block_d = block_width(width), block_width(value_width)
+    delta = row_deltas(out, dout, dlse)
+    dq, dk, dv = expanded_like(q, width), expanded_like(k, width), expanded_like(v, value_width)
+    meta, query_meta, key_meta = (
+        launch(f"separable.{name}", q, qk=width, v=value_width, length=length)
+        for name in ("score_grad", "query_product", "key_product")
+    )
+    block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
+    tiles = triton.cdiv(length, block_n)
+    head_rows = (tiles * (tiles + 1) // 2 if causal else tiles * tiles) * block_n
+    # As many key heads at a time as the raw q and k take memory, at least one.
+    budget = 2 * q.numel() // (2 * group * head_rows * block_n)
+    chunk = max(1, min(rows * key_heads, budget))
+    ds = torch.empty(chunk * group * head_rows, block_n, dtype=q.dtype, device=q.device)
+
+    def stored(rows_at_once: int) -> TensorDescriptor:
+        return TensorDescriptor(ds, list(ds.shape), [block_n, 1], [rows_at_once, block_n])
+
+    shared = {"KEY_HEADS": key_heads, "GROUP": group, "T": length, "CAUSAL": causal}
+    q_tiles, k_tiles = describe(q, block_m, block_e), describe(k, block_n, block_e)
+    v_tiles, dout_tiles = describe(v, block_n, block_d), describe(dout, block_m, block_d)
+    q_key_tiles = describe(q, key_meta["BLOCK_M"], block_e)
+    for first in range(0, rows * key_heads, chunk):
+        some = min(chunk, rows * key_heads - first)
+        score_grad_kernel[(tiles, some)](
+            q_tiles, k_tiles, v_tiles, dout_tiles, stored(block_m), lse, delta, dv, dv.stride(), first,
+            D=value_width, scale_log2=scale * math.log2(math.e), BLOCK_D=block_d, **shared, **meta,
+        )  # fmt: skip
+        query_product_kernel[(triton.cdiv(length, query_meta["BLOCK_M"]), some * group)](
+            stored(query_meta["BLOCK_M"]), k_tiles, dq, dq.stride(), first,
+            E=width, scale=scale, BLOCK_N=block_n, BLOCK_E=block_e, **shared, **query_meta,
+        )  # fmt: skip
+        key_product_kernel[(tiles, some)](
+            stored(key_meta["BLOCK_M"]), q_key_tiles, dk, dk.stride(), first,
+            E=width, scale=scale, BLOCK_N=block_n, BLOCK_E=block_e, **shared, **key_meta,
+        )  # fmt: skip
+    return dq, dk, dv
