@@ -35,7 +35,7 @@ demo: $(ready) ## compare the encodings on Jane Austen's novels: table, figure, 
 	while [ -e $$out/report.json ]; do number=$$((number + 1)); out=runs/demo-$$number; done; \
 	if [ $$number -gt 1 ]; then echo "Earlier demos are kept; this one writes $$out."; fi; \
 	if [ -e $$out/recipe.json ]; then resume=--resume; echo "Resuming the interrupted run in $$out."; fi; \
-	$(run) -m phasewise.cli compare --out $$out $$resume
+	$(run) -m phasewise compare --out $$out $$resume
 
 test: $(ready) ## the tests that need no GPU and little time
 	$(run) -m pytest -m "not slow and not gpu"
