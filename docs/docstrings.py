@@ -21,6 +21,6 @@ def to_markdown(docstring: str) -> str:
 class PlainDocstrings(griffe.Extension):
     """Rewrites each docstring before it is rendered."""
 
-    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:  # noqa: ARG002
+    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
         if obj.docstring:
             obj.docstring.value = to_markdown(obj.docstring.value)
