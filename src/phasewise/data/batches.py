@@ -230,5 +230,6 @@ def _require_fits(corpus: Corpus, split: str, length: int, longest: int) -> None
     if longest < length:
         raise ValueError(
             f"a context of {length} needs a document of {length + 1} tokens, but the longest one in the "
-            f"{split} split of {corpus.name} (within any limit_tokens) has {longest + 1}; use at most {longest}"
+            f"{split} split of {corpus.name} (within any limit_tokens) has {longest + 1}; "
+            f"use at most {longest}"
         )

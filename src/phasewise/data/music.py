@@ -87,7 +87,7 @@ def jsb(path: Path) -> Corpus:
 
 
 def _read_npz(path: Path) -> Mapping[str, Sequence[Any]]:
-    with np.load(path, allow_pickle=True, encoding="latin1") as archive:
+    with path.open("rb") as file, np.load(file, allow_pickle=True, encoding="latin1") as archive:
         return {key: archive[key] for key in JSB_SPLITS}
 
 
@@ -202,7 +202,7 @@ def _store(pieces: Sequence[np.ndarray], path: Path) -> None:
 
 def _stored(path: Path) -> list[np.ndarray]:
     try:
-        with np.load(path) as archive:
+        with path.open("rb") as file, np.load(file) as archive:
             return np.split(archive["pitches"], archive["lengths"].cumsum()[:-1])
     except UNREADABLE as error:
         raise ValueError(f"{path} is damaged ({error}); delete it to parse the chorales again") from error
