@@ -1,0 +1,151 @@
+"""TAPA attention as an operator: what it accepts, its schema, shapes and gradient. No triton until it runs.
+
+Letters: B batch, H query heads, G key heads, T queries, S keys, D the width of q and k, V that of v.
+"""
+
+import math
+import os
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST = 256
+
+_PLACES = "Tensor? q_index, Tensor? q_segment, Tensor? k_index, Tensor? k_segment"
+_SCORE = "int amplitude_dim, float scale, float unit, bool linear, bool causal, int? window"
+torch.library.define(
+    "phasewise::tapa", f"(Tensor q, Tensor k, Tensor v, Tensor alpha, {_PLACES}, {_SCORE}) -> (Tensor, Tensor)"
+)
+torch.library.define(
+    "phasewise::tapa_backward",
+    "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor out, Tensor lse, "
+    f"{_PLACES}, {_SCORE}, bool alpha_grad) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    alpha: float | Tensor,
+    amplitude_dim: int,
+    phase: Literal["quadratic", "linear"] = "quadratic",
+    two_pi: bool = True,
+    scale: float | None = None,
+    causal: bool,
+    window: int | None,
+    q_index: Tensor | None = None,
+    q_segment: Tensor | None = None,
+    k_index: Tensor | None = None,
+    k_segment: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale (q_A . k_A) cos(2 pi |i - j|^alpha phi)) v over the keys each query sees, never storing scores.
+
+    q: [B, H, T, D]; k: [B, G, S, D]; v: [B, G, S, V]; float32, float16 or bfloat16. A is the first `amplitude_dim`
+        channels, P the rest; phi is (q_P . k_P) / sqrt(P), or (sum q_P + sum k_P) / sqrt(P) for the linear phase.
+    alpha: a number, or a float32 tensor of no dimensions, which may ask for its gradient.
+    two_pi: False drops the 2 pi. scale: positive; A^-1/2 by default.
+    q_index, k_index, q_segment, k_segment: int64 [B | 1, T] and [B | 1, S]. Without any of them query t sits at
+        S - T + t and key s at s, in one segment.
+
+    Returns the output [B, H, T, V] and the natural log-sum-exp [B, H, T] in float32: 0 and -1e30 where nothing is
+    seen. Both have gradients, the same bits at every repeat; second derivatives raise. Raises ValueError for what
+    `unsupported` names. Source: Wang et al., arXiv 2509.12635.
+    """
+    reason = unsupported(q, v, amplitude_dim=amplitude_dim, scale=scale)
+    if reason is not None:
+        raise ValueError(f"the TAPA kernel cannot run this: {reason}")
+    if not isinstance(alpha, Tensor):
+        alpha = torch.full((), alpha, dtype=torch.float32, device=q.device)
+    turns = 1.0 if two_pi else 1 / (2 * math.pi)
+    return torch.ops.phasewise.tapa(
+        q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim,
+        amplitude_dim**-0.5 if scale is None else scale, turns * (q.shape[3] - amplitude_dim) ** -0.5,
+        phase == "linear", causal, window,
+    )  # fmt: skip
+
+
+def unsupported(q: Tensor, v: Tensor, *, amplitude_dim: int, scale: float | None = None) -> str | None:
+    """Why the kernel cannot take such tensors and what it would take, or None when it can."""
+    width = q.shape[3]
+    if q.dtype not in DTYPES:
+        return f"it is written for float32, float16 and bfloat16, not {q.dtype}"
+    if max(width, v.shape[3]) > WIDEST:
+        return f"its heads are at most {WIDEST} wide, not {max(width, v.shape[3])}"
+    if not 0 < amplitude_dim < width:
+        return f"amplitude_dim must leave both parts a channel: from 1 to {width - 1}, not {amplitude_dim}"
+    if scale is not None and not scale > 0:
+        return f"its scale must be positive, not {scale}"
+    if q.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(q.device)
+        return None if major >= 8 else f"it needs compute capability 8.0, and {q.device} has {major}.{minor}"
+    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return "bfloat16 products are wrong in Triton's interpreter" if q.dtype == torch.bfloat16 else None
+    return f"it needs a CUDA device, not {q.device.type}"
+
+
+def _tapa(
+    q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim, scale, unit, linear, causal, window
+):  # fmt: skip
+    from phasewise.kernels.tapa_forward import forward
+    from phasewise.kernels.tapa_score import Score
+    from phasewise.kernels.tiles import Places
+
+    places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
+    return forward(q, k, v, alpha, places, Score(amplitude_dim, scale, unit, linear, causal, window))
+
+
+def _tapa_backward(
+    grad_out, grad_lse, q, k, v, alpha, out, lse, q_index, q_segment, k_index, k_segment,
+    amplitude_dim, scale, unit, linear, causal, window, alpha_grad,
+):  # fmt: skip
+    from phasewise.kernels.tapa_backward import backward
+    from phasewise.kernels.tapa_score import Score
+    from phasewise.kernels.tiles import Places
+
+    places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
+    score = Score(amplitude_dim, scale, unit, linear, causal, window)
+    return backward(grad_out, grad_lse, q, k, v, alpha, out, lse, places, score, alpha_grad=alpha_grad)
+
+
+torch.library.impl("phasewise::tapa", ("cpu", "cuda"), _tapa)
+torch.library.impl("phasewise::tapa_backward", ("cpu", "cuda"), _tapa_backward)
+
+
+@torch.library.register_fake("phasewise::tapa")
+def _tapa_fake(q, k, v, *_):
+    batch, heads, length, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+@torch.library.register_fake("phasewise::tapa_backward")
+def _tapa_backward_fake(grad_out, grad_lse, q, k, v, alpha, *_):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(alpha)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, alpha, *rest = inputs
+    places, ctx.score = rest[:4], rest[4:]
+    ctx.save_for_backward(q, k, v, alpha, *output, *places)
+
+
+def _backward(ctx, grad_out, grad_lse):
+    q, k, v, alpha, out, lse, *places = ctx.saved_tensors
+    grads = torch.ops.phasewise.tapa_backward(
+        grad_out, grad_lse, q, k, v, alpha, out, lse, *places, *ctx.score, ctx.needs_input_grad[3]
+    )
+    return *grads, *[None] * (len(places) + len(ctx.score))
+
+
+def _no_second_gradient(*_):
+    raise RuntimeError(
+        "TAPA's kernel has no second derivative; for double backward use the reference implementation"
+    )
+
+
+torch.library.register_autograd("phasewise::tapa", _backward, setup_context=_setup)
+torch.library.register_autograd("phasewise::tapa_backward", _no_second_gradient)
