@@ -148,6 +148,9 @@ def to_hf(
                     "give every dynamic_ntk rule the same original_length"
                 )
             beside |= lengths
+        if beside:
+            # The layer types share max_position_embeddings, so one's original length may contradict another's.
+            from_hf({"rope_parameters": nested, **beside})
         return {"rope_parameters": nested, **beside}
     parameters, beside = _written(settings, head_dim)
     if not legacy:
@@ -264,8 +267,8 @@ def _settings(parameters: Mapping[str, Any], config: Mapping[str, Any], where: s
         valid = [KEYS.get(field, field) for field in rule.model_fields if field != "kind"]
         valid = ", ".join(dict.fromkeys([*valid, "partial_rotary_factor"]))
         raise ValueError(
-            f"{where} has {', '.join(given)}, unknown to rope_type {name!r}, which takes {valid}; remove it, or "
-            "correct the rope_type"
+            f"{where} has {', '.join(given)}, unknown to rope_type {name!r}, which takes {valid}; remove it "
+            "or correct the rope_type"
         )
     settings = RopeSettings(frequencies=rule(**values), fraction=fraction)
     if isinstance(settings.frequencies, LongRoPE) and head_dim is not None:
