@@ -94,9 +94,9 @@ def score_grad_kernel(
 @triton.jit
 def query_product_kernel(
     ds_desc, k_desc, dq_ptr, dq_strides, first_head, KEY_HEADS, GROUP, T, E, scale,
-    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dq [B, H, T, E] = scale ds k for a chunk of heads."""
+    """dq [B, H, T, E] = scale ds k for a chunk of heads, BLOCK_K of a key tile's BLOCK_N keys at a time."""
     m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     tiles = tl.cdiv(T, BLOCK_N)
     head = first_head * GROUP + tl.program_id(1)
@@ -105,9 +105,9 @@ def query_product_kernel(
     head_rows = (tiles * (tiles + 1) // 2 if CAUSAL else tiles * tiles) * BLOCK_N
     base = tl.program_id(1) * head_rows + m
     dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for tile in tl.range(0, tl.cdiv(tl.minimum(m + BLOCK_M, T), BLOCK_N) if CAUSAL else tiles):
-        ds = ds_desc.load([base + block_row(tile, tiles, BLOCK_N, CAUSAL), 0])
-        k = load_tile(k_desc, b, h // GROUP, tile * BLOCK_N)
+    for n in tl.range(0, tl.minimum(m + BLOCK_M, T) if CAUSAL else T, BLOCK_K):
+        ds = ds_desc.load([base + block_row(n // BLOCK_N, tiles, BLOCK_N, CAUSAL), n % BLOCK_N])
+        k = load_tile(k_desc, b, h // GROUP, n)
         dq = tl.dot(ds, k, dq, input_precision="ieee")
     e = tl.arange(0, BLOCK_E)[None, :]
     rows = (m + tl.arange(0, BLOCK_M))[:, None].to(tl.int64)
@@ -164,12 +164,13 @@ def backward(
     chunk = max(1, min(rows * key_heads, budget))
     ds = torch.empty(chunk * group * head_rows, block_n, dtype=q.dtype, device=q.device)
 
-    def stored(rows_at_once: int) -> TensorDescriptor:
-        return TensorDescriptor(ds, list(ds.shape), [block_n, 1], [rows_at_once, block_n])
+    def stored(queries: int, keys: int = block_n) -> TensorDescriptor:
+        return TensorDescriptor(ds, list(ds.shape), [block_n, 1], [queries, keys])
 
     shared = {"KEY_HEADS": key_heads, "GROUP": group, "T": length, "CAUSAL": causal}
     q_tiles, k_tiles = describe(q, block_m, block_e), describe(k, block_n, block_e)
     v_tiles, dout_tiles = describe(v, block_n, block_d), describe(dout, block_m, block_d)
+    k_query_tiles = describe(k, query_meta["BLOCK_K"], block_e)
     q_key_tiles = describe(q, key_meta["BLOCK_M"], block_e)
     for first in range(0, rows * key_heads, chunk):
         some = min(chunk, rows * key_heads - first)
@@ -178,7 +179,7 @@ def backward(
             D=value_width, scale_log2=scale * math.log2(math.e), BLOCK_D=block_d, **shared, **meta,
         )  # fmt: skip
         query_product_kernel[(triton.cdiv(length, query_meta["BLOCK_M"]), some * group)](
-            stored(query_meta["BLOCK_M"]), k_tiles, dq, dq.stride(), first,
+            stored(query_meta["BLOCK_M"], query_meta["BLOCK_K"]), k_query_tiles, dq, dq.stride(), first,
             E=width, scale=scale, BLOCK_N=block_n, BLOCK_E=block_e, **shared, **query_meta,
         )  # fmt: skip
         key_product_kernel[(tiles, some)](
