@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phasewise.encodings import ALiBi
 from phasewise.encodings.base import Encoding
-from phasewise.positions import Positions, visible
+from phasewise.positions import Positions, check_view, visible
 from phasewise.reference import reference
 
 Implementation = Literal["auto", "reference", "sdpa"]
@@ -93,9 +93,7 @@ def attention(
     call = _validate(q, k, v, encoding, q_at, k_at, causal=causal, window=window, scale=scale)
     if _choose(call, impl, return_lse).impl == "sdpa":
         return _sdpa(call)
-    out, lse = reference(
-        q, k, v, encoding, call.q_at, call.k_at, causal=causal, window=window, scale=scale
-    )
+    out, lse = reference(q, k, v, encoding, call.q_at, call.k_at, causal=causal, window=window, scale=scale)
     return (out, lse) if return_lse else out
 
 
@@ -158,7 +156,7 @@ def _sdpa_obstacle(call: _Call, return_lse: bool) -> str | None:
             return f"a bias in {call.q.dtype} would round ALiBi's distances"
         elements = rows * encoding.num_heads * length * keys
     elif not encoding.separable(length):
-        return f"the scores of {encoding.kind} with these settings do not separate into a query's and a key's part"
+        return f"{encoding.kind}'s scores with these settings do not separate into a query's and a key's part"
     else:
         elements = rows * length * keys if call.needs_mask else 0
     if elements > MASK_LIMIT:
@@ -187,10 +185,12 @@ def _sdpa(call: _Call) -> Tensor:
     if q.device.type == "cpu" and q.shape[-1] != width:
         common = max(q.shape[-1], width)  # the blocked CPU kernel takes one width only: see docs/decisions.md
         q, k, v = (F.pad(x, (0, common - x.shape[-1])) for x in (q, k, v))
-    causal = call.causal and mask is None and q.shape[2] == k.shape[2]
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )[..., :width]
+    flags = {}  # set by branches, so that torch.compile guards on them: sdpa takes no symbolic booleans
+    if call.causal and mask is None and q.shape[2] == k.shape[2]:
+        flags["is_causal"] = True
+    if q.shape[1] != k.shape[1]:
+        flags["enable_gqa"] = True
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **flags)[..., :width]
     return out if empty is None else torch.where(empty, 0.0, out)
 
 
@@ -218,14 +218,12 @@ def _validate(
     groups, keys = k.shape[1], k.shape[2]
     if k.shape[0] != batch or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"k and v must be [{batch}, kv heads, keys, width] alike, but are {tuple(k.shape)} and {tuple(v.shape)}"
+            f"k and v must be [{batch}, kv heads, keys, width], but are {tuple(k.shape)} and {tuple(v.shape)}"
         )
     if k.shape[3] != width:
         raise ValueError(f"q and k must have one width, but q is {width} wide and k {k.shape[3]}")
     if groups == 0 or heads % groups:
-        raise ValueError(f"{heads} query heads do not divide over {groups} kv heads; use a divisor of {heads}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 (the query itself), but is {window}; None sees everything")
+        raise ValueError(f"{heads} query heads do not divide over {groups} kv heads; use a divisor")
     plain = q_at is None and k_at is None
     if k_at is None:
         if q_at is not None:
@@ -234,7 +232,7 @@ def _validate(
     if q_at is None:
         if length > keys:
             raise ValueError(
-                f"without q_at the {length} queries are the last of the keys, but there are only {keys} keys; give q_at"
+                f"without q_at the {length} queries are the last of the keys, but there are {keys}; give q_at"
             )
         q_at = k_at if length == keys else k_at.narrow(keys - length, length)
     for name, at, count in (("q_at", q_at, length), ("k_at", k_at, keys)):
@@ -245,9 +243,6 @@ def _validate(
             )
         if at.device != q.device:
             raise ValueError(f"{name} is on {at.device}, but q is on {q.device}; use {name}.to(q.device)")
-    if q_at.axes != k_at.axes:
-        raise ValueError(f"q_at is on {q_at.axes} axes and k_at on {k_at.axes}; give both on the same axes")
-    if window is not None and q_at.axes != 1:
-        raise ValueError(f"a window is defined on one axis, but the positions have {q_at.axes}; use window=None")
+    check_view(q_at, k_at, window)
     encoding.check(heads, width, q_at.axes)
     return _Call(q, k, v, encoding, q_at, k_at, plain, causal, window, scale)

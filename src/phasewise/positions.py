@@ -39,7 +39,7 @@ class Positions:
         for name, value in (("index", self.index), ("segment", self.segment)):
             if not isinstance(value, Tensor) or value.dtype != torch.int64:
                 given = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"positions must be int64 tensors, but {name} is {given}; use .to(torch.int64)")
+                raise ValueError(f"positions must be int64, but {name} is {given}; use .to(torch.int64)")
         if self.index.ndim not in (2, 3):
             raise ValueError(
                 f"index must be [B, T] or [B, T, axes], but has shape {tuple(self.index.shape)}; "
@@ -52,7 +52,7 @@ class Positions:
             )
         if self.segment.device != self.index.device:
             raise ValueError(
-                f"index is on {self.index.device} and segment on {self.segment.device}; move both to one device"
+                f"index is on {self.index.device}, segment on {self.segment.device}; move both to one device"
             )
 
     @classmethod
@@ -157,7 +157,7 @@ class Positions:
     def expand(self, rows: int) -> Positions:
         """The same places for `rows` rows (a view); raises ValueError unless there is one row or `rows`."""
         if self.batch not in (1, rows):
-            raise ValueError(f"positions of {self.batch} rows cannot serve a batch of {rows}; give 1 row or {rows}")
+            raise ValueError(f"positions of {self.batch} rows cannot serve {rows}; give 1 row or {rows}")
         return Positions(
             self.index.expand(rows, *self.index.shape[1:]), self.segment.expand(rows, self.length)
         )
@@ -178,19 +178,28 @@ def visible(q_at: Positions, k_at: Positions, *, causal: bool = True, window: in
     >>> visible(Positions.arange(2), Positions.arange(2)).int().tolist()
     [[[1, 0], [1, 1]]]
     """
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 (the query itself), but is {window}; None sees everything")
-    if q_at.axes != k_at.axes:
-        raise ValueError(f"queries are on {q_at.axes} axes and keys on {k_at.axes}; give both on the same axes")
+    check_view(q_at, k_at, window)
     same = q_at.segment[:, :, None] == k_at.segment[:, None, :]
     mask = same & (q_at.segment >= 0)[:, :, None]
     if causal:
         mask = mask & _not_after(q_at.index, k_at.index)
     if window is not None:
-        if q_at.axes != 1:
-            raise ValueError(f"a window is defined on one axis, but the positions have {q_at.axes}; use window=None")
         mask = mask & ((q_at.index[:, :, None] - k_at.index[:, None, :]).abs() < window)
     return mask
+
+
+def check_view(q_at: Positions, k_at: Positions, window: int | None) -> None:
+    """Raise ValueError unless queries and keys are on the same axes, and `window` is one they can have."""
+    if q_at.axes != k_at.axes:
+        raise ValueError(
+            f"queries are on {q_at.axes} axes and keys on {k_at.axes}; give both on the same axes"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, the query itself, but is {window}; None sees all")
+    if window is not None and q_at.axes != 1:
+        raise ValueError(
+            f"a window is defined on one axis, but the positions have {q_at.axes}; use window=None"
+        )
 
 
 def _not_after(q_index: Tensor, k_index: Tensor) -> Tensor:

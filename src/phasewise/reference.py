@@ -1,4 +1,4 @@
-"""softmax(scores) V in plain PyTorch: the oracle, float64-capable, in memory that grows linearly with length."""
+"""softmax(scores) V in plain PyTorch: the oracle, float64-capable, in memory linear in length."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def reference(
             blocks.append(checkpoint(block, part, k, v, start, use_reentrant=False, preserve_rng_state=False))
         else:
             blocks.append(block(part, k, v, start))
-    return torch.cat([out.to(v.dtype) for out, _ in blocks], dim=2), torch.cat([lse for _, lse in blocks], dim=2)
+    outs, lses = zip(*blocks, strict=True)
+    return torch.cat([out.to(v.dtype) for out in outs], dim=2), torch.cat(lses, dim=2)
 
 
 def _softmax_values(scores: Tensor, mask: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import cmath
 import math
+from decimal import Decimal, getcontext
 
 import pytest
 import torch
@@ -55,7 +56,9 @@ def softplus(x):
 
 
 def test_nope_is_the_scaled_dot_product(qk):
-    assert_equation(NoPE(), qk, lambda h, q, k, i, j: sum(a * b for a, b in zip(q, k)) / math.sqrt(WIDTH))
+    assert_equation(
+        NoPE(), qk, lambda h, q, k, i, j: sum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(WIDTH)
+    )
 
 
 def test_rope_is_the_rotation_of_half_split_pairs(qk):
@@ -69,7 +72,7 @@ def test_partial_rope_turns_the_first_channels_and_leaves_the_rest(qk):
     rates = [500.0 ** (-c / 2) for c in range(2)]
 
     def score(h, q, k, i, j):
-        rest = sum(a * b for a, b in zip(q[4:], k[4:]))
+        rest = sum(a * b for a, b in zip(q[4:], k[4:], strict=True))
         return (rotated_product(q[:4], k[:4], i, j, rates) + rest) / math.sqrt(WIDTH)
 
     assert_equation(RoPE(head_dim=WIDTH, fraction=0.5, frequencies=Geometric(base=500.0)), qk, score)
@@ -78,9 +81,7 @@ def test_partial_rope_turns_the_first_channels_and_leaves_the_rest(qk):
 def test_proportional_rope_pairs_over_the_whole_head_and_stills_the_slow_pairs(qk):
     rates = [10_000 ** (-c / 4) if c < 2 else 0.0 for c in range(4)]
     encoding = RoPE(head_dim=WIDTH, frequencies=Proportional(base=10_000.0, fraction=0.5))
-    assert_equation(
-        encoding, qk, lambda h, q, k, i, j: rotated_product(q, k, i, j, rates) / math.sqrt(WIDTH)
-    )
+    assert_equation(encoding, qk, lambda h, q, k, i, j: rotated_product(q, k, i, j, rates) / math.sqrt(WIDTH))
 
 
 def test_yarn_multiplies_the_scores_by_its_attention_factor_squared(qk):
@@ -141,9 +142,9 @@ def test_tapa_is_an_amplitude_times_the_cosine_of_a_content_phase(qk, alpha, fra
     split = int(WIDTH * fraction)
 
     def score(h, q, k, i, j):
-        amplitude = sum(a * b for a, b in zip(q[:split], k[:split])) / math.sqrt(split)
+        amplitude = sum(a * b for a, b in zip(q[:split], k[:split], strict=True)) / math.sqrt(split)
         if phase == "quadratic":
-            content = sum(a * b for a, b in zip(q[split:], k[split:]))
+            content = sum(a * b for a, b in zip(q[split:], k[split:], strict=True))
         else:
             content = sum(q[split:]) + sum(k[split:])
         power = abs(i - j) ** alpha if i != j else 0.0
@@ -157,7 +158,7 @@ def test_alibi_subtracts_slope_times_distance(qk):
     slopes = [2 ** (-8 * (h + 1) / HEADS) for h in range(HEADS)]
 
     def score(h, q, k, i, j):
-        return sum(a * b for a, b in zip(q, k)) / math.sqrt(WIDTH) - slopes[h] * abs(i - j)
+        return sum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(WIDTH) - slopes[h] * abs(i - j)
 
     assert_equation(ALiBi(num_heads=HEADS), qk, score)
 
@@ -169,13 +170,11 @@ def test_alibi_slopes_of_twelve_heads_are_the_authors():
 
 @pytest.mark.parametrize("position", [512, 4096, 131_072, 1_000_000])
 def test_angles_are_within_a_thousandth_of_a_radian_at_every_length(position):
-    from decimal import Decimal, getcontext
-
     getcontext().prec = 50
     full_turn = 2 * Decimal("3.14159265358979323846264338327950288419716939937510")
     rates = Geometric(base=10_000.0).rates(64)
     computed = angles(torch.tensor([position]), rates)[0].tolist()
-    for rate, angle in zip(rates.tolist(), computed):
+    for rate, angle in zip(rates.tolist(), computed, strict=True):
         exact = (Decimal(position) * Decimal(rate)) % full_turn
         difference = abs(Decimal(angle) - exact) % full_turn
         assert min(difference, full_turn - difference) < Decimal("1e-6")
@@ -197,11 +196,13 @@ def test_scale_replaces_the_encodings_own(qk):
         torch.testing.assert_close(own * math.sqrt(WIDTH), given)
     tapa = TAPA(head_dim=WIDTH, fraction=0.25)
     own = tapa.scores(*qk, at(QUERY_PLACES), at(KEY_PLACES))
-    torch.testing.assert_close(own * math.sqrt(2), tapa.scores(*qk, at(QUERY_PLACES), at(KEY_PLACES), scale=1.0))
+    torch.testing.assert_close(
+        own * math.sqrt(2), tapa.scores(*qk, at(QUERY_PLACES), at(KEY_PLACES), scale=1.0)
+    )
 
 
 def test_tapa_bias_decays_as_the_theorem_says():
-    """E[cos] = (1 + t^2 s^4)^(-Dp/2), t = 2 pi |d|^alpha / sqrt(Dp), for independent N(0, s^2) phase parts."""
+    """E[cos] = (1 + t^2 s^4)^(-Dp/2), t = 2 pi |d|^alpha / sqrt(Dp), for N(0, s^2) phase parts."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 4000, 16, generator=generator, dtype=torch.float64) for _ in range(2))
     q[..., :8], k[..., :8] = 1.0, 1.0
@@ -217,11 +218,13 @@ def test_tapa_bias_decays_as_the_theorem_says():
 
 
 def test_rope_bias_depends_on_distance_alone():
-    """With E[q_2d k_2d + q_2d+1 k_2d+1] = mu the mean score at distance r is mu sum_d cos(r theta_d) / sqrt(D)."""
+    """With mean pair product mu the mean score at distance r is mu sum_d cos(r theta_d) / sqrt(D)."""
     generator = torch.Generator().manual_seed(0)
     content = torch.randn(20_000, 1, 1, 8, generator=generator, dtype=torch.float64)
     noise = torch.randn(20_000, 1, 1, 8, generator=generator, dtype=torch.float64)
-    scores = RoPE(head_dim=8).scores(content, content + noise, Positions.arange(1, start=5), Positions.arange(1))
+    scores = RoPE(head_dim=8).scores(
+        content, content + noise, Positions.arange(1, start=5), Positions.arange(1)
+    )
     expected = 2 * sum(math.cos(5 * 10_000 ** (-c / 4)) for c in range(4)) / math.sqrt(8)
     assert scores.mean().item() == pytest.approx(expected, abs=0.05)
 

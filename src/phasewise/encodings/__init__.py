@@ -39,6 +39,7 @@ def named(name: str) -> EncodingConfig:
 __all__ = [
     "CONFIGS",
     "ENCODINGS",
+    "TAPA",
     "ALiBi",
     "ALiBiConfig",
     "AnyEncodingConfig",
@@ -50,7 +51,6 @@ __all__ = [
     "PoPEConfig",
     "RoPE",
     "RoPEConfig",
-    "TAPA",
     "TAPAConfig",
     "named",
 ]

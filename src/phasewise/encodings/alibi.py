@@ -17,7 +17,7 @@ class ALiBiConfig(EncodingConfig):
 
     kind: Literal["alibi"] = "alibi"
 
-    def build(self, *, num_heads: int, head_dim: int) -> ALiBi:  # noqa: ARG002
+    def build(self, *, num_heads: int, head_dim: int) -> ALiBi:
         return ALiBi(num_heads=num_heads)
 
 
@@ -49,7 +49,7 @@ class ALiBi(Encoding):
         between = [2.0 ** (-4 * (2 * h + 1) / whole) for h in range(self.num_heads - whole)]
         return [2.0 ** (-8 * (h + 1) / whole) for h in range(whole)] + between
 
-    def check(self, num_heads: int, head_dim: int, axes: int) -> None:  # noqa: ARG002
+    def check(self, num_heads: int, head_dim: int, axes: int) -> None:
         one_axis("ALiBi", axes)
         if num_heads != self.num_heads:
             raise ValueError(f"this ALiBi has {self.num_heads} heads, but q has {num_heads}")
@@ -65,14 +65,14 @@ class ALiBi(Encoding):
         scores = products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
         return scores - self.penalty(q_at, k_at, scores.dtype)
 
-    def separable(self, length: int) -> bool:  # noqa: ARG002
+    def separable(self, length: int) -> bool:
         return False
 
     def factors(
         self,
-        q: Tensor,  # noqa: ARG002
-        k: Tensor,  # noqa: ARG002
-        q_at: Positions,  # noqa: ARG002
-        k_at: Positions,  # noqa: ARG002
+        q: Tensor,
+        k: Tensor,
+        q_at: Positions,
+        k_at: Positions,
     ) -> None:
         return None

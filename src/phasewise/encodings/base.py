@@ -83,9 +83,9 @@ def angles(index: Tensor, rates: Tensor, *, dtype: torch.dtype = torch.float32) 
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:
-    """Dot products [B, Hq, T, S] of q [B, Hq, T, E] with k [B, Hkv, S, E], at least float32, also under autocast.
+    """Dot products [B, Hq, T, S] of q [B, Hq, T, E] with k [B, Hkv, S, E].
 
-    Query head h meets key head h // (Hq // Hkv).
+    At least float32, also under autocast. Query head h meets key head h // (Hq // Hkv).
     """
     dtype = working_dtype(q.dtype)
     batch, heads, length, width = q.shape
@@ -103,4 +103,4 @@ def distances(q_at: Positions, k_at: Positions) -> Tensor:
 def one_axis(kind: str, axes: int) -> None:
     """Raise ValueError unless positions are on one axis."""
     if axes != 1:
-        raise ValueError(f"{kind} needs positions on one axis, but they are on {axes}; PoPE(axes={axes}) takes them")
+        raise ValueError(f"{kind} needs positions on one axis, but they are on {axes}; use PoPE(axes={axes})")

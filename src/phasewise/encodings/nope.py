@@ -15,7 +15,7 @@ class NoPEConfig(EncodingConfig):
 
     kind: Literal["nope"] = "nope"
 
-    def build(self, *, num_heads: int, head_dim: int) -> NoPE:  # noqa: ARG002
+    def build(self, *, num_heads: int, head_dim: int) -> NoPE:
         return NoPE()
 
 
@@ -41,21 +41,21 @@ class NoPE(Encoding):
         self,
         q: Tensor,
         k: Tensor,
-        q_at: Positions,  # noqa: ARG002
-        k_at: Positions,  # noqa: ARG002
+        q_at: Positions,
+        k_at: Positions,
         *,
         scale: float | None = None,
     ) -> Tensor:
         return products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
 
-    def separable(self, length: int) -> bool:  # noqa: ARG002
+    def separable(self, length: int) -> bool:
         return True
 
     def factors(
         self,
         q: Tensor,
         k: Tensor,
-        q_at: Positions,  # noqa: ARG002
-        k_at: Positions,  # noqa: ARG002
+        q_at: Positions,
+        k_at: Positions,
     ) -> tuple[Tensor, Tensor]:
         return q, k

@@ -12,8 +12,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from phasewise.encodings.base import EncodingConfig, working_dtype
-from phasewise.encodings.spectral import Spectral
-from phasewise.frequencies import AnyFrequencies, Frequencies, Geometric
+from phasewise.encodings.spectral import STANDARD, Spectral
+from phasewise.frequencies import AnyFrequencies, Frequencies
 
 Magnitude = Literal["softplus", "relu", "identity"]
 PhaseInit = Literal["zero", "uniform"]
@@ -31,17 +31,15 @@ class PoPEConfig(EncodingConfig):
     """Settings of PoPE; see `PoPE` for their meaning."""
 
     kind: Literal["pope"] = "pope"
-    frequencies: AnyFrequencies = Geometric(base=10_000.0)
+    frequencies: AnyFrequencies = STANDARD
     phase_init: PhaseInit = "zero"
     phase_bound: PhaseBound = "wrap"
     magnitude: Magnitude = "softplus"
     axes: int = Field(default=1, ge=1)
 
     def build(self, *, num_heads: int, head_dim: int) -> PoPE:
-        return PoPE(num_heads=num_heads, head_dim=head_dim, **{name: getattr(self, name) for name in _OPTIONS})
-
-
-_OPTIONS = tuple(name for name in PoPEConfig.model_fields if name != "kind")
+        options = {name: value for name, value in self if name != "kind"}
+        return PoPE(num_heads=num_heads, head_dim=head_dim, **options)
 
 
 class PoPE(Spectral):
@@ -72,7 +70,7 @@ class PoPE(Spectral):
         *,
         num_heads: int,
         head_dim: int,
-        frequencies: Frequencies = Geometric(base=10_000.0),
+        frequencies: Frequencies = STANDARD,
         phase_init: PhaseInit = "zero",
         phase_bound: PhaseBound = "wrap",
         magnitude: Magnitude = "softplus",
@@ -86,7 +84,9 @@ class PoPE(Spectral):
             axes=axes,
         )
         if head_dim % axes:
-            raise ValueError(f"PoPE splits its channels over the axes, but head_dim {head_dim} is no multiple of {axes}")
+            raise ValueError(
+                f"PoPE splits its channels over the axes: head_dim {head_dim} is no multiple of {axes}"
+            )
         super().__init__(frequencies, channels=head_dim, axes=axes)
         self._config = config
         self.phase = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32))
@@ -110,7 +110,9 @@ class PoPE(Spectral):
                 f"but q has {num_heads} of width {head_dim}"
             )
         if axes != self.axes:
-            raise ValueError(f"this PoPE has {self.axes} axes, but the positions are on {axes}; see PoPE(axes=...)")
+            raise ValueError(
+                f"this PoPE has {self.axes} axes, but the positions are on {axes}; use axes={axes}"
+            )
 
     def delta(self) -> Tensor:
         """The phases that enter the score, [num_heads, head_dim] in radians."""

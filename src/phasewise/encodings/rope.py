@@ -9,18 +9,18 @@ from pydantic import Field
 from torch import Tensor
 
 from phasewise.encodings.base import EncodingConfig, one_axis, working_dtype
-from phasewise.encodings.spectral import Spectral
-from phasewise.frequencies import AnyFrequencies, Frequencies, Geometric
+from phasewise.encodings.spectral import STANDARD, Spectral
+from phasewise.frequencies import AnyFrequencies, Frequencies
 
 
 class RoPEConfig(EncodingConfig):
     """Settings of RoPE: the rule that gives its rates, and the share of channels that turn."""
 
     kind: Literal["rope"] = "rope"
-    frequencies: AnyFrequencies = Geometric(base=10_000.0)
+    frequencies: AnyFrequencies = STANDARD
     fraction: float = Field(default=1.0, gt=0.0, le=1.0)
 
-    def build(self, *, num_heads: int, head_dim: int) -> RoPE:  # noqa: ARG002
+    def build(self, *, num_heads: int, head_dim: int) -> RoPE:
         return RoPE(head_dim=head_dim, frequencies=self.frequencies, fraction=self.fraction)
 
 
@@ -38,25 +38,23 @@ class RoPE(Spectral):
 
     kind: ClassVar[str] = "rope"
 
-    def __init__(
-        self, *, head_dim: int, frequencies: Frequencies = Geometric(base=10_000.0), fraction: float = 1.0
-    ) -> None:
-        self_config = RoPEConfig(frequencies=frequencies, fraction=fraction)  # type: ignore[arg-type]
+    def __init__(self, *, head_dim: int, frequencies: Frequencies = STANDARD, fraction: float = 1.0) -> None:
+        config = RoPEConfig(frequencies=frequencies, fraction=fraction)  # type: ignore[arg-type]
         turning = int(head_dim * fraction)
         if turning < 2 or turning % 2:
             raise ValueError(
-                f"RoPE turns channels in pairs, but head_dim {head_dim} x fraction {fraction} gives {turning}; "
+                f"RoPE turns channels in pairs: head_dim {head_dim} x fraction {fraction} gives {turning}; "
                 "choose an even number of at least 2"
             )
         super().__init__(frequencies, channels=turning // 2)
         self.head_dim = head_dim
-        self._config = self_config
+        self._config = config
 
     @property
     def config(self) -> RoPEConfig:
         return self._config
 
-    def check(self, num_heads: int, head_dim: int, axes: int) -> None:  # noqa: ARG002
+    def check(self, num_heads: int, head_dim: int, axes: int) -> None:
         one_axis("RoPE", axes)
         if head_dim != self.head_dim:
             raise ValueError(f"this RoPE has head_dim {self.head_dim}, but q and k are {head_dim} wide")

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from phasewise.encodings.base import Encoding, angles, products, working_dtype
-from phasewise.frequencies import Frequencies, Static
+from phasewise.frequencies import Frequencies, Geometric, Static
 from phasewise.positions import Positions
+
+STANDARD = Geometric(base=10_000.0)  # the rates of both papers
 
 
 class Spectral(Encoding):
@@ -53,13 +55,13 @@ class Spectral(Encoding):
         rates = rule.rates(self.channels // self.axes, device=at.device)
         if self.axes == 1:
             return angles(at.index, rates, dtype=dtype)
-        return torch.cat([angles(at.index[..., axis], rates, dtype=dtype) for axis in range(self.axes)], dim=-1)
+        return torch.cat([angles(index, rates, dtype=dtype) for index in at.index.unbind(-1)], dim=-1)
 
     def gain(self, rule: Static) -> float:
         """What a rule multiplies the scores of turning channels with: its attention factor squared."""
         return rule.attention_factor(self.channels // self.axes) ** 2
 
-    def separable(self, length: int) -> bool:  # noqa: ARG002
+    def separable(self, length: int) -> bool:
         return bool(self._regimes)
 
     def factors(self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions) -> tuple[Tensor, Tensor] | None:
@@ -81,15 +83,15 @@ class Spectral(Encoding):
     def scores(
         self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions, *, scale: float | None = None
     ) -> Tensor:
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
         separated = self.factors(q, k, q_at, k_at)
         if separated is not None:
-            return products(*separated) * scale
+            return products(*separated) * factor
         if q_at.batch == 1:
-            return self._scores_by_length(q, k, q_at, k_at) * scale
+            return self._scores_by_length(q, k, q_at, k_at) * factor
         rows = [slice(row, row + 1) for row in range(q_at.batch)]
         k_at = k_at.expand(q_at.batch)
-        return scale * torch.cat(
+        return factor * torch.cat(
             [self._scores_by_length(q[row], k[row], q_at.rows(row), k_at.rows(row)) for row in rows]
         )
 

@@ -24,7 +24,7 @@ class TAPAConfig(EncodingConfig):
     phase: PhaseForm = "quadratic"
     two_pi: bool = True
 
-    def build(self, *, num_heads: int, head_dim: int) -> TAPA:  # noqa: ARG002
+    def build(self, *, num_heads: int, head_dim: int) -> TAPA:
         return TAPA(head_dim=head_dim, **self.model_dump(exclude={"kind"}))
 
 
@@ -72,7 +72,7 @@ class TAPA(Encoding):
     def config(self) -> TAPAConfig:
         return self._config
 
-    def check(self, num_heads: int, head_dim: int, axes: int) -> None:  # noqa: ARG002
+    def check(self, num_heads: int, head_dim: int, axes: int) -> None:
         one_axis("TAPA", axes)
         if head_dim != self.head_dim:
             raise ValueError(f"this TAPA has head_dim {self.head_dim}, but q and k are {head_dim} wide")
@@ -85,8 +85,8 @@ class TAPA(Encoding):
         distance = distances(q_at, k_at)
         power = torch.where(distance == 0, 0.0, distance.to(phase.dtype).pow(self._config.alpha))
         turn = (2 * math.pi if self._config.two_pi else 1.0) * self.phase_dim**-0.5
-        scale = self.amplitude_dim**-0.5 if scale is None else scale
-        return amplitude * scale * torch.cos(turn * power * phase)
+        factor = self.amplitude_dim**-0.5 if scale is None else scale
+        return amplitude * factor * torch.cos(turn * power * phase)
 
     def _phase(self, q: Tensor, k: Tensor) -> Tensor:
         if self._config.phase == "quadratic":
@@ -95,14 +95,14 @@ class TAPA(Encoding):
         keys = k.to(dtype).sum(-1).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return q.to(dtype).sum(-1)[..., None] + keys[:, :, None]
 
-    def separable(self, length: int) -> bool:  # noqa: ARG002
+    def separable(self, length: int) -> bool:
         return False
 
     def factors(
         self,
-        q: Tensor,  # noqa: ARG002
-        k: Tensor,  # noqa: ARG002
-        q_at: Positions,  # noqa: ARG002
-        k_at: Positions,  # noqa: ARG002
+        q: Tensor,
+        k: Tensor,
+        q_at: Positions,
+        k_at: Positions,
     ) -> None:
         return None
