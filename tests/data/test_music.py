@@ -109,6 +109,7 @@ def test_files_that_hold_no_chorales_say_what_is_wrong(tmp_path: Path) -> None:
     refused(tmp_path / "keys.npz", "does not hold chorales .KeyError: .*valid")
     refused(write_json(tmp_path / "five.json", [[[60] * 5]]), "step 0 has 5 voices, not 4")
     refused(write_json(tmp_path / "flat.json", [[60, 61]]), "does not hold chorales .TypeError")
+    refused(write_json(tmp_path / "huge.json", [[[10**9] * 4]]), "does not hold chorales .OverflowError")
     refused(write_json(tmp_path / "none.json", [[]]), r"must be \[steps, 4\], but is \(0, 4\)")
     refused(
         write_json(tmp_path / "high.json", [[[109, 60, 60, 60]]]),

@@ -82,6 +82,11 @@ def test_a_copied_document_counts_once(folder: Path) -> None:
     assert load(f"text:{folder}").sha256 == before.sha256
 
 
+def test_a_path_may_start_at_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert load("text:~/library").sha256 == load(f"text:{folder}").sha256
+
+
 def test_hidden_files_are_left_out(folder: Path) -> None:
     before = load(f"text:{folder}")
     (folder / ".git").mkdir()

@@ -44,8 +44,8 @@ def load(
         case "chorales":
             return chorales(cache)
         case "jsb":
-            return jsb(Path(path))
+            return jsb(Path(path).expanduser())
         case "text":
-            return text(Path(path), tokenizer=tokenizer, separator=separator)
+            return text(Path(path).expanduser(), tokenizer=tokenizer, separator=separator)
         case _:
             return indirect_indexing()
