@@ -1,4 +1,4 @@
-"""Hugging Face configs: read as transformers reads them, refused where contradictory, written back exactly."""
+"""Hugging Face configs: read as transformers reads them, refused where contradictory, written exactly."""
 
 import json
 import math

@@ -325,7 +325,7 @@ class DynamicYaRN(Ramp, LengthDependent):
     def regimes(self) -> None:
         return None
 
-    def _at(self, length: int, n: int) -> YaRN:  # noqa: ARG002
+    def _at(self, length: int, n: int) -> YaRN:
         return YaRN(factor=max(1.0, length / self.original_length), **self.model_dump(exclude={"kind"}))
 
 

@@ -149,7 +149,7 @@ def to_hf(
                 )
             beside |= lengths
         if beside:
-            # The layer types share max_position_embeddings, so one's original length may contradict another's.
+            # All layer types share max_position_embeddings: one original length may contradict another.
             from_hf({"rope_parameters": nested, **beside})
         return {"rope_parameters": nested, **beside}
     parameters, beside = _written(settings, head_dim)
