@@ -44,7 +44,7 @@ def encodings_table(document: dict[str, Any]) -> str:
     seeds = document["recipe"]["seeds"]
     lines += [
         "",
-        f"{comparison.quantity.capitalize()}, {comparison.split} split of {comparison.corpus['name']}, "
+        f"{comparison.quantity.capitalize()}, {comparison.split} split of {comparison.corpus.name}, "
         f"{first[0].tokens:,} tokens scored at each length, the same ones; each model saw "
         f"{comparison.trained_tokens:,} tokens of training at length {comparison.context}, "
         f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
