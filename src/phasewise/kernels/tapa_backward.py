@@ -98,15 +98,16 @@ def query_grad_tiles(
 def query_grad_kernel(
     grad_q_ptr, grad_alpha_ptr, q_a, q_p, k_a, k_p, v, grad_out, lse_ptr, delta_ptr, alpha_ptr,
     q_index_ptr, q_segment_ptr, k_index_ptr, k_segment_ptr, span_ptr, q_row_stride, k_row_stride,
-    stride_q_b, stride_q_h, stride_q_t, H, T, S, window, scale, unit, A, P,
+    stride_q_b, stride_q_h, stride_q_t, stride_q_d, H, T, S, window, scale, unit, A, P,
     GROUP: tl.constexpr, PLACED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, LINEAR: tl.constexpr,
     SERIES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the queries [B, H, T, A + P] and, row by row, of alpha [B, H, T]."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = tl.program_id(1) // H
-    head = tl.program_id(1) % H
+    tiles = tl.cdiv(T, BLOCK_M)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    batch = tl.program_id(0) // tiles // H
+    head = tl.program_id(0) // tiles % H
     first_m = tile * BLOCK_M
     offsets_m = first_m + tl.arange(0, BLOCK_M)
     first_i = first_m + S - T
@@ -126,7 +127,7 @@ def query_grad_kernel(
     grad_phase = tl.zeros([BLOCK_M] if LINEAR else [BLOCK_M, BLOCK_P], tl.float32)
     grad_alpha = tl.zeros([BLOCK_M], tl.float32)
     if PLACED:
-        span_ptr += span_at(batch, tile, tl.num_programs(0), q_row_stride)
+        span_ptr += span_at(batch, tile, tiles, q_row_stride)
         low = tl.load(span_ptr) * BLOCK_N
         high = tl.load(span_ptr + 1) * BLOCK_N
         full_low = 0
@@ -153,8 +154,8 @@ def query_grad_kernel(
     if LINEAR:
         grad_phase = tl.broadcast_to(grad_phase[:, None], [BLOCK_M, BLOCK_P])
     grad_q_ptr += batch.to(tl.int64) * stride_q_b + head.to(tl.int64) * stride_q_h
-    store_tile(grad_q_ptr, offsets_m, T, stride_q_t, grad_amplitude * scale, A, BLOCK_A)
-    store_tile(grad_q_ptr + A, offsets_m, T, stride_q_t, grad_phase * (-TURN * scale), P, BLOCK_P)
+    store_tile(grad_q_ptr, 0, offsets_m, T, stride_q_t, stride_q_d, grad_amplitude * scale, A, BLOCK_A)
+    store_tile(grad_q_ptr, A, offsets_m, T, stride_q_t, stride_q_d, grad_phase * (-TURN * scale), P, BLOCK_P)
     if ALPHA:
         tl.store(grad_alpha_ptr + row + offsets_m, grad_alpha * (-TURN * scale), offsets_m < T)
 
@@ -211,7 +212,8 @@ def key_grad_tiles(
 def key_grad_kernel(
     grad_k_ptr, grad_v_ptr, q_a, q_p, k_a, k_p, v, grad_out, lse_ptr, delta_ptr, alpha_ptr,
     q_index_ptr, q_segment_ptr, k_index_ptr, k_segment_ptr, span_ptr, q_row_stride, k_row_stride,
-    stride_k_b, stride_k_h, stride_k_t, stride_v_b, stride_v_h, stride_v_t, G, T, S, window, scale, unit, A, P, V,
+    stride_k_b, stride_k_h, stride_k_t, stride_k_d, stride_v_b, stride_v_h, stride_v_t, stride_v_d,
+    G, T, S, window, scale, unit, A, P, V,
     GROUP: tl.constexpr, PLACED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, LINEAR: tl.constexpr,
     SERIES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -221,9 +223,10 @@ def key_grad_kernel(
 
     The first keys are seen most under causality and start first. Tiles are transposed: their rows are keys.
     """
-    tile = tl.program_id(0)
-    batch = tl.program_id(1) // G
-    group = tl.program_id(1) % G
+    tiles = tl.cdiv(S, BLOCK_N)
+    tile = tl.program_id(0) % tiles
+    batch = tl.program_id(0) // tiles // G
+    group = tl.program_id(0) // tiles % G
     first_n = tile * BLOCK_N
     offsets_n = first_n + tl.arange(0, BLOCK_N)
     q_row = batch.to(tl.int64) * q_row_stride
@@ -233,7 +236,7 @@ def key_grad_kernel(
     reach = series_reach(alpha)
     scale_log2 = scale * LOG2E
     if PLACED:
-        span_ptr += span_at(batch, tile, tl.num_programs(0), q_row_stride)
+        span_ptr += span_at(batch, tile, tiles, q_row_stride)
         low = tl.load(span_ptr) * BLOCK_M
         high = tl.load(span_ptr + 1) * BLOCK_M
         full_low = 0
@@ -272,9 +275,9 @@ def key_grad_kernel(
         grad_phase = tl.broadcast_to(grad_phase[:, None], [BLOCK_N, BLOCK_P])
     grad_k_ptr += batch.to(tl.int64) * stride_k_b + group.to(tl.int64) * stride_k_h
     grad_v_ptr += batch.to(tl.int64) * stride_v_b + group.to(tl.int64) * stride_v_h
-    store_tile(grad_k_ptr, offsets_n, S, stride_k_t, grad_amplitude * scale, A, BLOCK_A)
-    store_tile(grad_k_ptr + A, offsets_n, S, stride_k_t, grad_phase * (-TURN * scale), P, BLOCK_P)
-    store_tile(grad_v_ptr, offsets_n, S, stride_v_t, grad_values, V, BLOCK_V)
+    store_tile(grad_k_ptr, 0, offsets_n, S, stride_k_t, stride_k_d, grad_amplitude * scale, A, BLOCK_A)
+    store_tile(grad_k_ptr, A, offsets_n, S, stride_k_t, stride_k_d, grad_phase * (-TURN * scale), P, BLOCK_P)
+    store_tile(grad_v_ptr, 0, offsets_n, S, stride_v_t, stride_v_d, grad_values, V, BLOCK_V)
 
 
 def backward(
@@ -300,20 +303,20 @@ def backward(
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     spans = places and places.key_spans(block_m, block_n, causal=score.causal, window=score.window)
     rows = torch.empty_like(lse) if alpha_grad else None
-    query_grad_kernel[(triton.cdiv(queries, block_m), batch * heads)](
+    query_grad_kernel[(triton.cdiv(queries, block_m) * batch * heads,)](
         grad_q, rows, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_v),
         describe(grad_out, block_m, block_v), lse, delta, alpha, *place_arguments(places, spans),
-        *grad_q.stride()[:3], heads, queries, keys, score.window or 0, score.scale, score.unit, *widths,
+        *grad_q.stride(), heads, queries, keys, score.window or 0, score.scale, score.unit, *widths,
         ALPHA=alpha_grad, **score.blocks(q), **shared, **meta,
     )  # fmt: skip
 
     meta = launch("tapa.key_grad", q, qk=width, v=v_width, length=queries)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     spans = places and places.query_spans(block_m, block_n, causal=score.causal, window=score.window)
-    key_grad_kernel[(triton.cdiv(keys, block_n), batch * groups)](
+    key_grad_kernel[(triton.cdiv(keys, block_n) * batch * groups,)](
         grad_k, grad_v, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_v),
         describe(grad_out, block_m, block_v), lse, delta, alpha, *place_arguments(places, spans),
-        *grad_k.stride()[:3], *grad_v.stride()[:3], groups, queries, keys, score.window or 0, score.scale,
+        *grad_k.stride(), *grad_v.stride(), groups, queries, keys, score.window or 0, score.scale,
         score.unit, *widths, v_width, **score.blocks(q), **shared, **meta,
     )  # fmt: skip
     grad_alpha = torch.zeros_like(alpha) if rows is None else rows.sum().reshape(alpha.shape)

@@ -76,15 +76,16 @@ def forward_tiles(
 def forward_kernel(
     out_ptr, lse_ptr, q_a, q_p, k_a, k_p, v, alpha_ptr,
     q_index_ptr, q_segment_ptr, k_index_ptr, k_segment_ptr, span_ptr, q_row_stride, k_row_stride,
-    stride_out_b, stride_out_h, stride_out_t, H, T, S, window, scale_log2, unit, V,
+    stride_out_b, stride_out_h, stride_out_t, stride_out_d, H, T, S, window, scale_log2, unit, V,
     GROUP: tl.constexpr, PLACED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, LINEAR: tl.constexpr,
     SERIES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, T, V] and natural log-sum-exp [B, H, T]; the tiles that see most start first."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = tl.program_id(1) // H
-    head = tl.program_id(1) % H
+    tiles = tl.cdiv(T, BLOCK_M)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    batch = tl.program_id(0) // tiles // H
+    head = tl.program_id(0) // tiles % H
     first_m = tile * BLOCK_M
     offsets_m = first_m + tl.arange(0, BLOCK_M)
     first_i = first_m + S - T
@@ -100,7 +101,7 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if PLACED:
-        span_ptr += span_at(batch, tile, tl.num_programs(0), q_row_stride)
+        span_ptr += span_at(batch, tile, tiles, q_row_stride)
         low = tl.load(span_ptr) * BLOCK_N
         high = tl.load(span_ptr + 1) * BLOCK_N
         full_low = 0
@@ -129,7 +130,7 @@ def forward_kernel(
     row = (batch.to(tl.int64) * H + head) * T
     tl.store(lse_ptr + row + offsets_m, lse, offsets_m < T)
     out_ptr += batch.to(tl.int64) * stride_out_b + head.to(tl.int64) * stride_out_h
-    store_tile(out_ptr, offsets_m, T, stride_out_t, mixed, V, BLOCK_V)
+    store_tile(out_ptr, 0, offsets_m, T, stride_out_t, stride_out_d, mixed, V, BLOCK_V)
 
 
 def forward(
@@ -143,9 +144,9 @@ def forward(
     meta = launch("tapa.forward", q, qk=width, v=v_width, length=keys)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     spans = places and places.key_spans(block_m, block_n, causal=score.causal, window=score.window)
-    forward_kernel[(triton.cdiv(queries, block_m), batch * heads)](
+    forward_kernel[(triton.cdiv(queries, block_m) * batch * heads,)](
         out, lse, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_width(v_width)),
-        alpha, *place_arguments(places, spans), *out.stride()[:3],
+        alpha, *place_arguments(places, spans), *out.stride(),
         heads, queries, keys, score.window or 0, score.scale * math.log2(math.e), score.unit, v_width,
         **score.meta(q, k, v, places), **meta,
     )  # fmt: skip

@@ -27,14 +27,26 @@ EITHER: tl.constexpr = tl.constexpr(2)  # each tile decides
 
 
 @triton.jit
-def log2(x, FAST: tl.constexpr):
-    """Base-2 logarithm; FAST takes the hardware's, within 2^-22 of the power that it leads to."""
+def raised(x, alpha, FAST: tl.constexpr):
+    """x^alpha for x >= 1; FAST takes the hardware's logarithm, relative error 2^-22 alpha log2(x); else float64."""
     if FAST:
-        return tl.inline_asm_elementwise(
+        log2 = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+        return tl.exp2(alpha * log2)
     else:
-        return tl.log2(x)
+        return tl.exp2(alpha.to(tl.float64) * tl.log2(x.to(tl.float64))).to(tl.float32)
+
+
+@triton.jit
+def reciprocal(x, FAST: tl.constexpr):
+    """1 / x; FAST takes the hardware's, within one unit in the last place."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
 
 
 @triton.jit
@@ -49,7 +61,7 @@ def distance(rows, columns):
 @triton.jit
 def power(gap, alpha, unit, FAST: tl.constexpr):
     """unit gap^alpha, with 0 at gap 0 for every alpha."""
-    return tl.where(gap > 0, unit * tl.exp2(alpha * log2(tl.maximum(gap, 1.0), FAST)), 0.0)
+    return tl.where(gap > 0, unit * raised(tl.maximum(gap, 1.0), alpha, FAST), 0.0)
 
 
 @triton.jit
@@ -74,14 +86,14 @@ def power_series(rows, columns, middle, half, alpha, unit, FAST: tl.constexpr):
     """
     r = (rows - middle).to(tl.float32)
     s = (columns - middle).to(tl.float32)[None, :]
-    step = -1.0 / r
+    step = -reciprocal(r, FAST)
     square = half * half * step * step
     first = alpha
     second = first * (alpha - 1) / 2
     third = second * (alpha - 2) / 3
     fourth = third * (alpha - 3) / 4
     fifth = fourth * (alpha - 4) / 5
-    base = unit * tl.exp2(alpha * log2(tl.abs(r), FAST))
+    base = unit * raised(tl.abs(r), alpha, FAST)
     w0 = base * (1 - fourth * square * square * 0.125)
     w1 = base * step * (first - fifth * square * square * 0.3125)
     w2 = base * step * step * (second + fourth * square)
@@ -188,11 +200,11 @@ def span_at(batch, tile, tiles, row_stride):
 
 
 @triton.jit
-def store_tile(ptr, offsets_rows, length, stride, values, width, COLUMNS: tl.constexpr):
-    """Rows of one head into memory whose last stride is 1."""
+def store_tile(ptr, first_column, rows, length, row_stride, column_stride, values, width, COLUMNS: tl.constexpr):
+    """`width` columns of one head, from `first_column` on."""
     columns = tl.arange(0, COLUMNS)
-    at = offsets_rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    inside = (offsets_rows < length)[:, None] & (columns < width)[None, :]
+    at = rows.to(tl.int64)[:, None] * row_stride + (first_column + columns)[None, :] * column_stride
+    inside = (rows < length)[:, None] & (columns < width)[None, :]
     tl.store(ptr + at, values.to(ptr.dtype.element_ty), inside)
 
 
