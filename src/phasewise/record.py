@@ -28,7 +28,7 @@ def record(
     checkout the package was imported from, `dirty` when tracked files differ from it; "unknown" outside one.
     The file appears whole or not at all. Raises ValueError for what JSON cannot say, as NaN and infinity.
 
-    >>> written = record("/tmp/doctest-record.json", recipe={"seeds": [0]}, values={"median_ms": 1.5})
+    >>> written = record("timing.json", recipe={"seeds": [0]}, values={"median_ms": 1.5})
     >>> written["values"]
     {'median_ms': 1.5}
     """

@@ -136,6 +136,19 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was():
     torch.testing.assert_close(got, full(model, tokens), rtol=0, atol=EXACT)
 
 
+def test_a_first_pass_that_fails_leaves_no_places_behind():
+    model, tokens, cache = model_of(RoPEConfig()), tokens_of(2, LENGTH), Cache()
+    stop = model.blocks[0].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        model(tokens, at=Positions.arange(LENGTH, start=3), cache=cache)
+    stop.remove()
+    with torch.no_grad():
+        model(tokens[:, :5], cache=cache)
+        assert cache.positions is None
+        got = model(tokens[:, 5:], cache=cache)
+    torch.testing.assert_close(got, full(model, tokens)[:, 5:], rtol=0, atol=EXACT)
+
+
 @pytest.mark.usefixtures("nan_memory")
 def test_memory_that_was_never_written_never_shows():
     model, tokens = model_of(RoPEConfig()), tokens_of(2, LENGTH)
