@@ -54,7 +54,7 @@ def compare(
         raise ValueError(f"{out} already exists: choose another folder, or --resume if it holds this run")
     if (out / "report.json").exists():
         return Comparison.model_validate(json.loads((out / "report.json").read_text())["values"])
-    device = torch.device(device)
+    device = _usable(device)
     corpus = load(recipe.data, tokenizer=recipe.tokenizer)
     plan = _plan(recipe, corpus)
     trainings = {
@@ -110,7 +110,9 @@ def _same_recipe(out: Path, recipe: CompareRecipe) -> None:
     begun, now = read_recipe(out).model_dump(), recipe.model_dump()
     differing = [f"{name} ({begun[name]}, now {now[name]})" for name in now if begun[name] != now[name]]
     if differing:
-        raise ValueError(f"{out} was begun with another {', '.join(differing)}: resume it as begun, or choose another folder")
+        raise ValueError(
+            f"{out} was begun with another {', '.join(differing)}: resume it as begun, or choose another folder"
+        )
 
 
 def _write_recipe(out: Path, recipe: CompareRecipe, corpus: Corpus) -> None:
@@ -125,6 +127,12 @@ def _write_recipe(out: Path, recipe: CompareRecipe, corpus: Corpus) -> None:
 def _plan(recipe: CompareRecipe, corpus: Corpus) -> tuple[Windows, ...]:
     """The windows of each length, all scoring the same tokens."""
     task = corpus.task is not None
+    lengths = recipe.lengths(task=task)
+    if not task and recipe.evaluate_tokens < lengths[-1]:
+        raise ValueError(
+            f"evaluate_tokens {recipe.evaluate_tokens} do not fill one window of {lengths[-1]}: ask for more tokens, or "
+            "shorter evaluate_lengths"
+        )
     return tuple(
         windows(
             corpus,
@@ -134,7 +142,7 @@ def _plan(recipe: CompareRecipe, corpus: Corpus) -> tuple[Windows, ...]:
             limit_tokens=recipe.evaluate_tokens,
             batch_size=max(1, BATCH_TOKENS // length),
         )
-        for length in recipe.lengths(task=task)
+        for length in lengths
     )
 
 
@@ -220,6 +228,16 @@ def _merged(rows: list[Row]) -> tuple[Row, ...]:
         key = row.encoding, row.scaling
         runs[key] = runs.get(key, ()) + row.runs
     return tuple(Row(encoding=encoding, scaling=scaling, runs=of) for (encoding, scaling), of in runs.items())
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device {str(device)!r} cannot be used here ({reason}): use cpu, or one there is"
+        ) from error
 
 
 def _described(corpus: Corpus) -> CorpusFacts:

@@ -29,7 +29,7 @@ SCALINGS: dict[str, Callable[[float, int, float], AnyFrequencies]] = {
 class Budget(BaseModel):
     """What every encoding of a comparison gets alike: the data, the steps and the optimizer."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     data: str = "austen"
     """Corpus: austen | chorales | jsb:PATH | text:PATH | indirect-indexing."""
@@ -59,7 +59,9 @@ class Budget(BaseModel):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.warmup >= self.steps:
-            raise ValueError(f"warmup {self.warmup} leaves nothing of steps {self.steps}: choose a smaller one")
+            raise ValueError(
+                f"warmup {self.warmup} leaves nothing of steps {self.steps}: choose a smaller one"
+            )
         if self.final_learning_rate > self.learning_rate:
             raise ValueError(
                 f"final_learning_rate {self.final_learning_rate} is above learning_rate {self.learning_rate}: "
@@ -145,7 +147,9 @@ class CompareRecipe(Budget):
 
     def lengths(self, *, task: bool) -> tuple[int, ...]:
         """The lengths to evaluate at, shortest first."""
-        return tuple(sorted(self.evaluate_lengths)) or tuple(n * self.context for n in MULTIPLES[: 1 if task else None])
+        return tuple(sorted(self.evaluate_lengths)) or tuple(
+            n * self.context for n in MULTIPLES[: 1 if task else None]
+        )
 
 
 def _distinct(values: tuple[Value, ...]) -> tuple[Value, ...]:

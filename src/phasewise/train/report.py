@@ -97,12 +97,15 @@ class Comparison(BaseModel):
         scores = []
         for measured in by_length:
             values = tuple(m.accuracy if self.answers_only else m.loss for m in measured)
-            scores.append(Score(length=measured[0].length, mean=math.fsum(values) / len(values), seeds=values))
+            scores.append(
+                Score(length=measured[0].length, mean=math.fsum(values) / len(values), seeds=values)
+            )
         return tuple(scores)
 
 
 def table(comparison: Comparison) -> "Table":
-    """The comparison as a rich table: a row an encoding, a column a length; with several seeds, every seed."""
+    """The comparison as a rich table: a row an encoding, a column a length; with several seeds, their mean and
+    every one."""
     from rich.table import Table
 
     first = comparison.rows[0].runs[0].measurements
@@ -119,12 +122,12 @@ def table(comparison: Comparison) -> "Table":
     for measured in first:
         shown.add_column(f"{measured.length}\n{measured.length / comparison.context:g}x", justify="right")
     for row in comparison.rows:
-        cells = [row.name, f"{row.runs[0].parameters:,}"]
-        for score in comparison.scores(row):
-            cells.append(f"{score.mean:.3f}")
-            if len(score.seeds) > 1:
-                cells[-1] += "\n[dim]" + " ".join(f"{value:.3f}" for value in score.seeds) + "[/dim]"
-        shown.add_row(*cells)
+        scores = comparison.scores(row)
+        shown.add_row(row.name, f"{row.runs[0].parameters:,}", *(f"{score.mean:.3f}" for score in scores))
+        if len(row.runs) > 1:
+            for number, run in enumerate(row.runs):
+                cells = (f"{score.seeds[number]:.3f}" for score in scores)
+                shown.add_row(f"  seed {run.seed}", "", *cells, style="dim")
     return shown
 
 
@@ -162,7 +165,9 @@ def draw(comparison: Comparison, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("length in tokens, and over the trained length")
         axes.set_ylabel(comparison.quantity)
-        axes.set_title(f"{comparison.corpus.name}: trained at {comparison.context}, evaluated beyond", loc="left")
+        axes.set_title(
+            f"{comparison.corpus.name}: trained at {comparison.context}, evaluated beyond", loc="left"
+        )
         _label_ends(axes, ends)
         figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -170,7 +175,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 def require_matplotlib() -> None:
     """Raise ValueError, with what to install, when there is no matplotlib."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib
     except ImportError as error:
         raise ValueError(
             "the figure needs matplotlib: pip install 'phasewise[report]', or leave it out with --no-figure"

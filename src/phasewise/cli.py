@@ -1,0 +1,131 @@
+"""The command line: parsing only. What a command needs is imported when that command is given."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ValidationError
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+COMPARE = """Train several encodings under one budget and evaluate each beyond the trained length.
+
+Writes a run folder: recipe.json, report.json, figure.svg, figure.png, and the metrics, checkpoints and
+evaluation of every training. Ctrl-C keeps what is done; --resume goes on."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns 0; 1 when its run failed; 2 for bad input; 130 when Ctrl-C stopped it."""
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: phasewise COMMAND [OPTIONS]\n")
+        for command, function in COMMANDS.items():
+            print(f"  {command:10}{(function.__doc__ or '').splitlines()[0]}")
+        print("\nphasewise COMMAND --help lists a command's options.")
+        return 0
+    if name not in COMMANDS:
+        return _stop(f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", BAD_INPUT)
+    try:
+        return COMMANDS[name](rest)
+    except (ValueError, OSError) as error:
+        return _stop(_one_line(error), BAD_INPUT)
+    except KeyboardInterrupt:
+        return _stop("interrupted", INTERRUPTED)
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Train several encodings under one budget and evaluate each beyond the trained length."""
+    import torch
+    import tyro
+    from rich.console import Console
+
+    from phasewise.train.compare import compare, read_recipe
+    from phasewise.train.interrupt import Interrupted
+    from phasewise.train.loop import Diverged
+    from phasewise.train.recipe import CompareRecipe
+    from phasewise.train.report import table
+
+    @dataclass(kw_only=True)
+    class Options:
+        out: Path
+        """Run folder: a new one, or with --resume the one to go on with."""
+        resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+        """Go on with the interrupted run in --out. Its other options need not be repeated."""
+        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+        """Print report.json on stdout instead of the table."""
+        figure: bool = True
+        """Draw figure.svg and figure.png, which needs matplotlib."""
+        device: str = "cuda" if torch.cuda.is_available() else "cpu"
+        """Where to train and evaluate: cpu | cuda | cuda:1."""
+
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--out", type=Path)
+    early.add_argument("--resume", action="store_true")
+    known, _ = early.parse_known_args(arguments)
+    default = read_recipe(known.out) if known.resume and known.out else CompareRecipe()
+    parsed = make_dataclass("Compare", _fields(default), bases=(Options,), kw_only=True)
+    options = tyro.cli(parsed, prog="phasewise compare", args=arguments, description=COMPARE)
+    recipe = CompareRecipe(**{name: getattr(options, name) for name in CompareRecipe.model_fields})
+    remedy = f"everything done so far is kept; go on with: phasewise compare --out {options.out} --resume"
+    try:
+        comparison = compare(
+            recipe,
+            options.out,
+            resume=options.resume,
+            figure=options.figure,
+            device=options.device,
+            console=Console(stderr=True),
+        )
+    except Interrupted as error:
+        return _stop(f"interrupted at {error}; {remedy}", INTERRUPTED)
+    except KeyboardInterrupt:
+        return _stop(
+            f"interrupted; {remedy}" if (options.out / "recipe.json").exists() else "interrupted", INTERRUPTED
+        )
+    except Diverged as error:
+        return _stop(str(error), FAILED)
+    if options.as_json:
+        print((options.out / "report.json").read_text(), end="")
+    else:
+        Console().print(table(comparison))
+        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    return 0
+
+
+COMMANDS = {"compare": compare}
+
+
+def _fields(recipe: BaseModel) -> list[tuple[str, Any, Any]]:
+    """The fields of a recipe as tyro reads them, without the recipe's checks: those are made in one place."""
+    import tyro
+
+    return [
+        (
+            name,
+            Annotated[info.annotation, tyro.conf.arg(help=info.description)],
+            field(default=getattr(recipe, name)),
+        )
+        for name, info in type(recipe).model_fields.items()
+    ]
+
+
+def _one_line(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split())
+    problems = []
+    for problem in error.errors():
+        option = "--" + str(problem["loc"][0]).replace("_", "-") + ": " if problem["loc"] else ""
+        given = "" if problem["type"] == "value_error" else f", but is {problem['input']}"
+        problems.append(option + problem["msg"].removeprefix("Value error, ") + given)
+    return "; ".join(problems)
+
+
+def _stop(message: str, code: int) -> int:
+    print(f"phasewise: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

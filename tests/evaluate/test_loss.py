@@ -1,0 +1,113 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from phasewise.data import Batch, Corpus, Documents, windows
+from phasewise.encodings import PoPEConfig
+from phasewise.evaluate import measure
+from phasewise.model import ModelConfig, Transformer
+from phasewise.positions import Positions
+
+CPU = torch.device("cpu")
+VOCAB = 11
+
+
+class Table(nn.Module):
+    """Logits that depend on the token and the place alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.randn(
+            VOCAB, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+        )
+
+    def forward(self, tokens, *, at=None):
+        places = torch.arange(tokens.shape[1]) if at is None else at.index
+        return self.table[tokens] * (1 + places[..., None] / 10)
+
+
+def made(lengths=(50, 31, 7), seed=0):
+    random = np.random.default_rng(seed)
+    split = Documents.join([random.integers(VOCAB, size=length) for length in lengths], vocab_size=VOCAB)
+    return Corpus("made", "made", "none", "token", VOCAB, "hash", {"test": split}, decode=str)
+
+
+def restated(model, batches):
+    """The losses [(place, loss, right)] of all scored tokens, one by one."""
+    found = []
+    for batch in batches:
+        for row in range(batch.tokens.shape[0]):
+            for place, target in enumerate(batch.targets[row].tolist()):
+                if target != -100:
+                    logits = model.table[batch.tokens[row, place]] * (1 + place / 10)
+                    weights = [math.exp(value) for value in logits.tolist()]
+                    loss = -math.log(weights[target] / math.fsum(weights))
+                    found.append((place, loss, weights[target] == max(weights)))
+    return found
+
+
+@pytest.mark.parametrize(("length", "stride"), [(16, 8), (16, 16), (30, 7), (2, 1)])
+def test_loss_accuracy_and_positions_equal_a_loop_over_tokens(length, stride):
+    model, batches = Table(), windows(made(), "test", length=length, stride=stride)
+    measured = measure(model, batches, length=length, stride=stride, device=CPU)
+    wanted = restated(model, batches)
+    losses = [loss for _, loss, _ in wanted]
+    assert measured.tokens == len(wanted) == 49 + 30 + 6
+    assert measured.loss == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    assert measured.perplexity == pytest.approx(math.exp(measured.loss), rel=1e-12)
+    assert measured.bits == pytest.approx(measured.loss / math.log(2), rel=1e-12)
+    assert measured.accuracy == sum(right for _, _, right in wanted) / len(wanted)
+    assert (measured.length, measured.stride) == (length, stride)
+    assert measured.windows == sum(batch.tokens.shape[0] for batch in batches)
+    for band in measured.by_position:
+        inside = [loss for place, loss, _ in wanted if band.first <= place <= band.last]
+        assert band.tokens == len(inside)
+        assert band.loss == pytest.approx(sum(inside) / len(inside), rel=1e-6)
+    assert sum(band.tokens for band in measured.by_position) == measured.tokens
+
+
+def test_every_length_scores_the_same_tokens():
+    lengths = (8, 16, 32, 48)
+    measured = [
+        measure(Table(), windows(made(), "test", length=n, limit_tokens=70), length=n, stride=n, device=CPU)
+        for n in lengths
+    ]
+    assert [m.tokens for m in measured] == [70] * 4
+
+
+def test_how_rows_are_batched_changes_nothing():
+    torch.manual_seed(0)
+    model = Transformer(
+        ModelConfig(vocab_size=VOCAB, width=16, layers=2, heads=2, dropout=0.5, encoding=PoPEConfig())
+    )
+    one, *others = (
+        measure(
+            model,
+            windows(made(), "test", length=16, stride=8, batch_size=size),
+            length=16,
+            stride=8,
+            device=CPU,
+        )
+        for size in (1, 3, 100)
+    )
+    for other in others:
+        assert other.model_dump(exclude={"loss", "perplexity", "bits", "by_position"}) == one.model_dump(
+            exclude={"loss", "perplexity", "bits", "by_position"}
+        )
+        assert other.loss == pytest.approx(one.loss, rel=1e-6)
+
+
+def test_padding_is_neither_scored_nor_counted():
+    tokens, targets = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[3, 4, -100, -100, -100]])
+    positions = Positions.padded(torch.tensor([[True, True, False, False, False]]))
+    measured = measure(Table(), [Batch(tokens, targets, positions)], length=5, stride=5, device=CPU)
+    assert measured.tokens == 2
+
+
+def test_nothing_scored_is_refused():
+    nothing = Batch(torch.zeros(1, 4, dtype=torch.int64), torch.full((1, 4), -100), None)
+    with pytest.raises(ValueError, match="no token is scored at length 4"):
+        measure(Table(), [nothing], length=4, stride=4, device=CPU)

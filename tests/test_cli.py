@@ -1,0 +1,167 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from phasewise.cli import main
+from phasewise.train.report import Comparison
+
+OPTIONS = (
+    "--width 16 --layers 1 --heads 2 --context 16 --batch-size 2 --steps 4 --warmup 1 --evaluate-tokens 300 "
+    "--encodings rope pope --scalings yarn --device cpu"
+).split()
+
+
+def run(capsys, *arguments):
+    """Exit code, stdout and stderr of a command."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as stopped:
+        code = stopped.code
+    return code, *capsys.readouterr()
+
+
+def test_compare_prints_the_table_and_writes_the_run_folder(capsys, tmp_path):
+    code, out, err = run(capsys, "compare", "--out", tmp_path / "run", *OPTIONS)
+    assert code == 0
+    for wanted in ("rope + yarn", "pope", "8x", "300 scored tokens", "loss, nats per byte", "figure.svg"):
+        assert wanted in out
+    assert "rope, seed 0" in err
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"report.json", "figure.svg", "figure.png"}
+
+
+def test_json_is_the_one_thing_on_stdout(capsys, tmp_path):
+    code, out, _ = run(capsys, "compare", "--out", tmp_path / "run", "--json", "--no-figure", *OPTIONS)
+    assert code == 0
+    document = json.loads(out)
+    assert document == json.loads((tmp_path / "run" / "report.json").read_text())
+    assert len(Comparison.model_validate(document["values"]).rows) == 3
+
+
+def test_several_seeds_are_shown_as_mean_and_one_by_one(capsys, tmp_path):
+    options = ["--seeds", "3", "4", "--no-figure"]
+    code, out, _ = run(capsys, "compare", "--out", tmp_path / "run", *OPTIONS, *options)
+    assert code == 0
+    assert out.count("seed 3") == out.count("seed 4") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["compare", "--encodings", "fire"], "--encodings: unknown encoding 'fire'; choose from"),
+        (["compare", "--scalings", "pi"], "--scalings: unknown scaling 'pi'; choose from linear, ntk, yarn"),
+        (["compare", "--data", "austin"], "no corpus 'austin'; there are austen, chorales"),
+        (["compare", "--data", "text:/nowhere"], "/nowhere"),
+        (
+            ["compare", "--learning-rate", "-1"],
+            "--learning-rate: Input should be greater than 0, but is -1.0",
+        ),
+        (["compare", "--steps", "5"], "warmup 40 leaves nothing of steps 5: choose a smaller one"),
+        (["compare", "--heads", "7"], "7 heads"),
+        (["compare", "--device", "toaster"], "device 'toaster' cannot be used here"),
+        (["compare", "--resume"], "holds no run to resume"),
+        (["comprae"], "unknown command 'comprae'; choose from compare"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, arguments, said):
+    if arguments[0] == "compare":
+        arguments = [*arguments, "--out", tmp_path / "run"]
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.startswith("phasewise: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--out", "x", "--colour", "red"], [], ["--out", "x", "--steps", "many"]]
+)
+def test_option_that_does_not_parse_has_exit_code_2(capsys, arguments):
+    code, out, err = run(capsys, "compare", *arguments)
+    assert (code, out) == (2, "")
+    assert err
+
+
+def test_folder_with_a_run_is_refused_and_left_alone(capsys, tmp_path):
+    (tmp_path / "recipe.json").write_text("{}")
+    code, _, err = run(capsys, "compare", "--out", tmp_path, *OPTIONS)
+    assert code == 2
+    assert "already exists: choose another folder, or --resume" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.json"]
+
+
+def test_resume_with_another_option_is_refused_naming_it(capsys, tmp_path):
+    arguments = ("compare", "--out", tmp_path / "run", "--no-figure")
+    assert run(capsys, *arguments, *OPTIONS)[0] == 0
+    code, _, err = run(capsys, *arguments, "--resume", "--steps", 5)
+    assert code == 2
+    assert "another steps (4, now 5)" in err
+    assert run(capsys, *arguments, "--resume")[0] == 0
+
+
+def test_help_lists_commands_and_options(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert "compare" in out
+    code, out, _ = run(capsys, "compare", "--help")
+    assert code == 0
+    for option in (
+        "--encodings",
+        "--data",
+        "--context",
+        "--evaluate-lengths",
+        "--steps",
+        "--seeds",
+        "--out",
+        "--json",
+    ):
+        assert option in out
+
+
+def test_help_loads_neither_tyro_nor_rich_nor_matplotlib():
+    code = "import sys; from phasewise.cli import main; main(['--help']); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not any(f"'{name}'" in done.stdout for name in ("tyro", "rich", "matplotlib", "phasewise.train"))
+
+
+def interrupt(arguments, awaited):
+    """Start a command, press Ctrl-C once a file that matches `awaited` is there; its stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "phasewise", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list(awaited.parent.glob(awaited.name)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out) == (130, ""), err
+    return err
+
+
+def test_ctrl_c_keeps_what_is_done_and_resume_ends_as_if_never_interrupted(capsys, tmp_path):
+    options = [*OPTIONS, "--steps", "200", "--checkpoint-every", "1000", "--evaluate-tokens", "30000"]
+    options += ["--encodings", "pope", "--no-figure", "--json"]
+    out, folder = tmp_path / "parts", tmp_path / "parts" / "runs" / "pope-seed0"
+    resume = ["compare", "--out", str(out), "--resume"]
+
+    err = interrupt(["compare", "--out", str(out), *options], folder / "metrics.jsonl")
+    assert "interrupted at pope, seed 0: step " in err
+    assert f"phasewise {' '.join(resume)}" in err
+    assert "interrupted at pope, seed 0: evaluating" in interrupt(resume, folder / "checkpoint-00000200*")
+
+    _, parts, _ = run(capsys, *resume, "--no-figure", "--json")
+    _, whole, _ = run(capsys, "compare", "--out", tmp_path / "whole", *options)
+    assert losses(parts) == losses(whole)
+
+
+def losses(text):
+    rows = Comparison.model_validate(json.loads(text)["values"]).rows
+    return [(row.name, run.train_loss, run.measurements) for row in rows for run in row.runs]

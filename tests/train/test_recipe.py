@@ -1,0 +1,98 @@
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from phasewise.encodings import ENCODINGS, named
+from phasewise.model import ModelConfig, Transformer
+from phasewise.train.optimizer import build_optimizer, learning_rate
+from phasewise.train.recipe import SCALINGS, Budget, CompareRecipe
+
+from .small import recipe
+
+
+def test_learning_rate_rises_in_a_line_then_falls_along_half_a_cosine():
+    budget = Budget(steps=50, warmup=10, learning_rate=2e-3, final_learning_rate=5e-4)
+    for step in range(50):
+        if step < 10:
+            wanted = 2e-3 * (step + 1) / 10
+        else:
+            wanted = 5e-4 + 1.5e-3 * math.cos(math.pi / 2 * (step - 10) / 39) ** 2
+        assert learning_rate(budget, step) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_without_warmup_the_first_step_has_the_highest_rate():
+    assert learning_rate(Budget(steps=1, warmup=0), 0) == Budget().learning_rate
+
+
+def test_only_matrices_decay_and_phases_do_not():
+    model = Transformer(recipe("pope").model)
+    decayed, kept = (set(map(id, group["params"])) for group in build_optimizer(recipe(), model).param_groups)
+    for name, parameter in model.named_parameters():
+        wanted = not ("norm" in name or "encoding" in name)
+        assert (id(parameter) in decayed, id(parameter) in kept) == (wanted, not wanted), name
+
+
+def test_a_decayed_weight_without_gradient_shrinks_by_rate_times_decay_and_a_phase_stays():
+    model = Transformer(recipe("pope").model)
+    torch.nn.init.ones_(model.blocks[0].attention.encoding.phase)
+    optimizer = build_optimizer(recipe(weight_decay=0.5, learning_rate=1e-2), model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 1.0 if "norm" in name or "encoding" in name else 1 - 1e-2 * 0.5
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"encodings": ("rope", "fire")}, "unknown encoding 'fire'; choose from " + ", ".join(ENCODINGS)),
+        ({"encodings": ("rope", "rope")}, "'rope' is given twice"),
+        ({"encodings": ()}, "at least 1 item"),
+        ({"scalings": ("pi",)}, "unknown scaling 'pi'; choose from linear, ntk, yarn"),
+        ({"seeds": (3, 3)}, "3 is given twice"),
+        ({"evaluate_lengths": (1,)}, "greater than or equal to 2"),
+        ({"steps": 10, "warmup": 10}, "warmup 10 leaves nothing of steps 10"),
+        ({"learning_rate": 1e-4}, "final_learning_rate 0.0003 is above learning_rate 0.0001"),
+        ({"learning_rate": math.inf}, "finite"),
+        ({"learning_rat": 1e-4}, "Extra inputs"),
+    ],
+)
+def test_bad_field_is_named_with_its_remedy(fields, said):
+    with pytest.raises(ValidationError, match=said.replace("(", r"\(")):
+        CompareRecipe(**fields)
+
+
+def test_recipe_survives_json():
+    given = CompareRecipe(encodings=("tapa",), seeds=(1, 2), evaluate_lengths=(64,), evaluate_stride=8)
+    assert CompareRecipe.model_validate_json(given.model_dump_json()) == given
+    train = recipe("pope", dropout=0.1)
+    assert type(train).model_validate_json(train.model_dump_json()) == train
+
+
+def test_lengths_are_one_two_four_and_eight_times_the_context():
+    assert CompareRecipe(context=24).lengths(task=False) == (24, 48, 96, 192)
+    assert CompareRecipe(context=24).lengths(task=True) == (24,)
+    assert CompareRecipe(context=24, evaluate_lengths=(99, 7)).lengths(task=False) == (7, 99)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scaling_by_one_leaves_the_rates_of_training(scaling):
+    trained = named("rope").frequencies
+    torch.testing.assert_close(
+        SCALINGS[scaling](trained.base, 128, 1.0).rates(16), trained.rates(16), rtol=0, atol=0
+    )
+
+
+def test_trainings_of_a_comparison_differ_in_encoding_and_seed_alone():
+    whole = CompareRecipe(width=32, heads=2, layers=1, dropout=0.1)
+    one = whole.training("rope", 0, vocab_size=9)
+    other = whole.training("pope", 1, vocab_size=9)
+    assert one.model == ModelConfig(
+        vocab_size=9, width=32, layers=1, heads=2, dropout=0.1, encoding=named("rope")
+    )
+    assert one.model_copy(update={"model": other.model, "seed": 1}) == other
