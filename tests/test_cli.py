@@ -10,10 +10,9 @@ import pytest
 from phasewise.cli import main
 from phasewise.train.report import Comparison
 
-OPTIONS = (
-    "--width 16 --layers 1 --heads 2 --context 16 --batch-size 2 --steps 4 --warmup 1 --evaluate-tokens 300 "
-    "--encodings rope pope --scalings yarn --device cpu"
-).split()
+MODEL = ["--width", "16", "--layers", "1", "--heads", "2", "--device", "cpu"]
+BUDGET = ["--context", "16", "--batch-size", "2", "--steps", "4", "--warmup", "1"]
+OPTIONS = [*MODEL, *BUDGET, "--evaluate-tokens", "300", "--encodings", "rope", "pope", "--scalings", "yarn"]
 
 
 def run(capsys, *arguments):

@@ -107,7 +107,7 @@ def test_divergence_stops_at_its_step_and_keeps_the_last_good_checkpoint(tmp_pat
         return loss * math.nan if kind == "loss" else loss + (logits.sum() * 0).sqrt()
 
     monkeypatch.setattr(loop.F, "cross_entropy", broken)
-    with pytest.raises(Diverged, match="at step 6: .*nan.*Lower the learning rate"):
+    with pytest.raises(Diverged, match=r"at step 6: .*nan.*Lower the learning rate"):
         run(tmp_path, recipe())
     last = load(saved(tmp_path)[-1], device=CPU)
     assert last.step == 3

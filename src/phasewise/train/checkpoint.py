@@ -18,7 +18,7 @@ _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{12})\.pt")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything the steps to come depend on; the data order is a function of seed and step, so of this too."""
+    """Everything the steps to come depend on; data order is a function of the recipe's seed and the step."""
 
     step: int
     """Steps done."""
@@ -35,7 +35,7 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint and remove all but the one before it; an error leaves the earlier ones as they were."""
+    """Write a checkpoint and keep the one before it; an error leaves the earlier ones as they were."""
     earlier = saved(folder)
     temporary = folder / "checkpoint.partial"
     try:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from phasewise.data import Batch, Corpus, Windows, batch, load, windows
 from phasewise.encodings import PoPE, RoPEConfig
 from phasewise.evaluate import Measurement, measure
+from phasewise.frequencies import Geometric
 from phasewise.model import Transformer, rescaled
 from phasewise.record import record, replacing
 from phasewise.train.interrupt import Interrupted, interruptible
@@ -41,7 +42,7 @@ def compare(
 
     The folder gets recipe.json at once, a folder for each training (metrics.jsonl, checkpoints,
     evaluation.json), and at the end figure.svg, figure.png and report.json. Ctrl-C raises Interrupted with
-    everything done so far on the disk; `resume` goes on from there, to the numbers of a run never interrupted.
+    everything done so far on the disk; `resume` goes on from there and ends with the same numbers.
 
     Raises ValueError before anything is trained or written for a folder that holds something else, a recipe
     or corpus other than the one resumed, lengths beyond the corpus, and sizes that do not fit.
@@ -111,7 +112,8 @@ def _same_recipe(out: Path, recipe: CompareRecipe) -> None:
     differing = [f"{name} ({begun[name]}, now {now[name]})" for name in now if begun[name] != now[name]]
     if differing:
         raise ValueError(
-            f"{out} was begun with another {', '.join(differing)}: resume it as begun, or choose another folder"
+            f"{out} was begun with another {', '.join(differing)}: "
+            "resume it as begun, or choose another folder"
         )
 
 
@@ -130,8 +132,8 @@ def _plan(recipe: CompareRecipe, corpus: Corpus) -> tuple[Windows, ...]:
     lengths = recipe.lengths(task=task)
     if not task and recipe.evaluate_tokens < lengths[-1]:
         raise ValueError(
-            f"evaluate_tokens {recipe.evaluate_tokens} do not fill one window of {lengths[-1]}: ask for more tokens, or "
-            "shorter evaluate_lengths"
+            f"evaluate_tokens {recipe.evaluate_tokens} do not fill one window of {lengths[-1]}: "
+            "ask for more tokens, or shorter evaluate_lengths"
         )
     return tuple(
         windows(
@@ -158,7 +160,7 @@ class _Sitting:
     progress: Progress
 
     def run(self, training: TrainRecipe, folder: Path) -> list[Row]:
-        """Train and evaluate one model, or read what an earlier sitting measured: its row, then its scalings'."""
+        """Train and measure one model, or read what an earlier sitting measured: its row, its scalings'."""
         finished = folder / "evaluation.json"
         if finished.exists():
             return _ROWS.validate_json(finished.read_bytes())
@@ -202,6 +204,7 @@ class _Sitting:
         if scaling is not None:
             encoding = model.config.encodings[0]
             assert isinstance(encoding, RoPEConfig)
+            assert isinstance(encoding.frequencies, Geometric)
             factor = max(1.0, batches.length / self.recipe.context)
             rule = SCALINGS[scaling](encoding.frequencies.base, self.recipe.context, factor)
             model = rescaled(model, rule)

@@ -1,4 +1,4 @@
-"""The training loop: one step after another, each a function of the recipe, the corpus and the step before."""
+"""The training loop: each step is a function of the recipe, the corpus and the step before."""
 
 import json
 import math
@@ -117,8 +117,8 @@ def _step(
     value, size = loss.item(), norm.item()
     if not (math.isfinite(value) and math.isfinite(size)):
         raise Diverged(
-            f"training diverged at step {step + 1}: loss {value}, gradient norm {size}; the checkpoints before it "
-            "are kept. Lower the learning rate or lengthen the warm-up"
+            f"training diverged at step {step + 1}: loss {value}, gradient norm {size}; "
+            "the checkpoints before it are kept. Lower the learning rate or lengthen the warm-up"
         )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -132,8 +132,8 @@ def _same_run(checkpoint: Checkpoint, recipe: TrainRecipe, corpus: Corpus, *, pa
         raise ValueError(f"{path} was trained with another {', '.join(differing)}: use another folder")
     if checkpoint.corpus != corpus.sha256:
         raise ValueError(
-            f"the corpus {corpus.name} has changed since {path} was written: use another folder, or the data as "
-            "it was"
+            f"the corpus {corpus.name} has changed since {path} was written: "
+            "use another folder, or the data as it was"
         )
 
 

@@ -35,23 +35,23 @@ class Budget(BaseModel):
     """Corpus: austen | chorales | jsb:PATH | text:PATH | indirect-indexing."""
     tokenizer: str = "bytes"
     """For text: bytes | bpe:SIZE (trained on the corpus) | the path of a tokenizer.json."""
-    context: int = Field(128, ge=2)
+    context: int = Field(default=128, ge=2)
     """Trained length in tokens."""
     batch_size: PositiveInt = 16
     """Sequences in a training step."""
     steps: PositiveInt = 400
     """Training steps."""
-    learning_rate: float = Field(3e-3, gt=0)
+    learning_rate: float = Field(default=3e-3, gt=0)
     """Highest learning rate, reached at the end of the warm-up."""
-    final_learning_rate: float = Field(3e-4, ge=0)
+    final_learning_rate: float = Field(default=3e-4, ge=0)
     """Learning rate at the last step, the end of a half cosine."""
     warmup: NonNegativeInt = 40
     """Steps over which the learning rate rises linearly."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)
     """AdamW's decoupled decay, on matrices only."""
-    beta2: float = Field(0.99, gt=0, lt=1)
+    beta2: float = Field(default=0.99, gt=0, lt=1)
     """AdamW's second-moment memory (the first is 0.9)."""
-    clip: float = Field(1.0, gt=0)
+    clip: float = Field(default=1.0, gt=0)
     """Largest gradient norm."""
     checkpoint_every: PositiveInt = 100
     """Steps between checkpoints; the last step is always kept."""
@@ -64,8 +64,8 @@ class Budget(BaseModel):
             )
         if self.final_learning_rate > self.learning_rate:
             raise ValueError(
-                f"final_learning_rate {self.final_learning_rate} is above learning_rate {self.learning_rate}: "
-                "lower it"
+                f"final_learning_rate {self.final_learning_rate} is above "
+                f"learning_rate {self.learning_rate}: lower it"
             )
         return self
 
@@ -103,7 +103,7 @@ class CompareRecipe(Budget):
     """Layers of the model."""
     heads: PositiveInt = 4
     """Attention heads of the model."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout in training."""
     evaluate_lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()
     """Lengths to evaluate at; none given: 1, 2, 4 and 8 times the context (a task: the context)."""
@@ -134,14 +134,8 @@ class CompareRecipe(Budget):
 
     def training(self, encoding: str, seed: int, *, vocab_size: int) -> TrainRecipe:
         """The recipe of one of the trainings."""
-        model = ModelConfig(
-            vocab_size=vocab_size,
-            width=self.width,
-            layers=self.layers,
-            heads=self.heads,
-            dropout=self.dropout,
-            encoding=named(encoding),
-        )
+        sizes = {name: getattr(self, name) for name in ("width", "layers", "heads", "dropout")}
+        model = ModelConfig.model_validate({**sizes, "vocab_size": vocab_size, "encoding": named(encoding)})
         budget = {name: getattr(self, name) for name in Budget.model_fields}
         return TrainRecipe(**budget, model=model, seed=seed)
 

@@ -1,18 +1,25 @@
 """The outcome of a comparison: its values, its table and its figure."""
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from rich.table import Table
 
 from phasewise.evaluate import Measurement
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-COLOURS = {"rope": "#d1495b", "pope": "#00798c", "tapa": "#edae49", "nope": "#6c757d", "alibi": "#7b5ea7"}
-DASHES = {"linear": (0, (1, 1.5)), "ntk": (0, (4, 1.5)), "yarn": (0, (6, 1.5, 1, 1.5))}
+COLOURS = {
+    "rope": "#d1495b",
+    "rope + linear": "#f0a3a9",
+    "rope + ntk": "#8c2f39",
+    "rope + yarn": "#e07a3f",
+    "pope": "#00798c",
+    "tapa": "#c9971c",
+    "nope": "#6c757d",
+    "alibi": "#7b5ea7",
+}
 
 
 class Run(BaseModel):
@@ -103,11 +110,8 @@ class Comparison(BaseModel):
         return tuple(scores)
 
 
-def table(comparison: Comparison) -> "Table":
-    """The comparison as a rich table: a row an encoding, a column a length; with several seeds, their mean and
-    every one."""
-    from rich.table import Table
-
+def table(comparison: Comparison) -> Table:
+    """The comparison as a rich table: a column a length; of several seeds, the mean and each."""
     first = comparison.rows[0].runs[0].measurements
     scored = sorted({measured.tokens for measured in first})
     strides = ", ".join(str(measured.stride) for measured in first)
@@ -132,7 +136,7 @@ def table(comparison: Comparison) -> "Table":
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Draw the scores by length, a line an encoding, the spread of its seeds shaded; the suffix is the format.
+    """Draw the scores by length, a line a row, the spread of its seeds shaded; the suffix is the format.
 
     Raises ValueError without matplotlib.
     """
@@ -140,8 +144,7 @@ def draw(comparison: Comparison, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    settings = {"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 9}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context({"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes = figure.subplots()
         lengths: list[int] = []
@@ -150,8 +153,8 @@ def draw(comparison: Comparison, path: Path) -> None:
             scores = comparison.scores(row)
             lengths = [score.length for score in scores]
             means = [score.mean for score in scores]
-            colour = COLOURS[row.encoding]
-            dash = DASHES.get(row.scaling or "", "solid")
+            colour = COLOURS[row.name]
+            dash = "solid" if row.scaling is None else "dashed"
             axes.plot(lengths, means, color=colour, linestyle=dash, marker="o", markersize=3.5, linewidth=1.6)
             if len(row.runs) > 1:
                 low = [min(score.seeds) for score in scores]
@@ -174,12 +177,10 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 def require_matplotlib() -> None:
     """Raise ValueError, with what to install, when there is no matplotlib."""
-    try:
-        import matplotlib
-    except ImportError as error:
+    if find_spec("matplotlib") is None:
         raise ValueError(
             "the figure needs matplotlib: pip install 'phasewise[report]', or leave it out with --no-figure"
-        ) from error
+        )
 
 
 def _label_ends(axes: Any, ends: list[tuple[float, str, str]]) -> None:
