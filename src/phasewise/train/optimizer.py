@@ -12,8 +12,8 @@ from phasewise.train.recipe import Budget
 def learning_rate(recipe: Budget, step: int) -> float:
     """The learning rate of step 0, 1, ..: linear warm-up, then half a cosine down to the final rate.
 
-    >>> recipe = Budget(steps=101, warmup=1, learning_rate=1e-3, final_learning_rate=0.0)
-    >>> learning_rate(recipe, 0), round(learning_rate(recipe, 51), 6), learning_rate(recipe, 100)
+    >>> recipe = Budget(steps=102, warmup=1, learning_rate=1e-3, final_learning_rate=0.0)
+    >>> learning_rate(recipe, 0), round(learning_rate(recipe, 51), 6), learning_rate(recipe, 101)
     (0.001, 0.0005, 0.0)
     """
     if step < recipe.warmup:
