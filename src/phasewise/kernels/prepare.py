@@ -19,9 +19,8 @@ def magnitude(x, KIND: tl.constexpr):
     if KIND == "softplus":
         small = tl.exp(-tl.abs(x))
         above = 1.0 + small
-        # log1p: the quotient undoes the rounding of 1 + small.
-        rounded = above - 1.0
-        log1p = tl.where(rounded == 0.0, small, tl.log(above) * (small / tl.where(rounded == 0.0, 1.0, rounded)))
+        # log1p: what 1 + small rounded away, divided by 1 + small; a coarse quotient is enough for so small a term.
+        log1p = tl.log(above) + (small - (above - 1.0)) * (1.0 - 0.5 * small)
         return tl.maximum(x, 0.0) + log1p, tl.where(x >= 0.0, 1.0, small) / above
     elif KIND == "relu":
         return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
@@ -38,17 +37,24 @@ def load_turn(angle_ptr, row_offset, t, c, T, n):
 
 
 @triton.jit
-def turn_back(cos, sin, phase_ptr, h, c, n):
+def turn_back(cos, sin, phase_cos_ptr, phase_sin_ptr, h, c, H, n):
     """cos and sin of angle - phase: the phases of one head, subtracted."""
-    phase = tl.load(phase_ptr + h * n + c, c < n, other=0.0)
-    phase_cos = tl.cos(phase)[None, :]
-    phase_sin = tl.sin(phase)[None, :]
+    keep = (c < n) & (h < H)
+    phase_cos = tl.load(phase_cos_ptr + h * n + c, keep, other=1.0)[None, :]
+    phase_sin = tl.load(phase_sin_ptr + h * n + c, keep, other=0.0)[None, :]
     return cos * phase_cos + sin * phase_sin, sin * phase_cos - cos * phase_sin
 
 
 @triton.jit
+def tile_of(ptr, strides, b, h, t, c):
+    """Addresses of rows t and channels c of one head."""
+    row = ptr + b * strides[0] + h.to(tl.int64) * strides[1]
+    return row + t[:, None].to(tl.int64) * strides[2] + c[None, :] * strides[3]
+
+
+@triton.jit
 def polar_kernel(
-    x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, phase_ptr, H, T, D,
+    x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, phase_cos_ptr, phase_sin_ptr, H, T, D,
     KIND: tl.constexpr, PHASE: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """x [B, H, T, D] -> [mu cos, mu sin] [B, H, T, 2 D]."""
@@ -56,24 +62,27 @@ def polar_kernel(
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_D)
     inside = (t[:, None] < T) & (c[None, :] < D)
-    t_at = t[:, None].to(tl.int64)
+    first = tl.program_id(2) * HEADS
+    x = tl.load(tile_of(x_ptr, x_strides, b, first, t, c), inside, other=0.0)
     cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, D)
     for head in range(HEADS):
-        h = (tl.program_id(2) * HEADS + head).to(tl.int64)
-        keep = inside & (h < H)
-        x_at = x_ptr + b * x_strides[0] + h * x_strides[1] + t_at * x_strides[2] + c[None, :] * x_strides[3]
-        mu, _ = magnitude(tl.load(x_at, keep, other=0.0).to(tl.float32), KIND)
+        h = first + head
+        # The next head is on its way before this one is stored.
+        following = tl.load(tile_of(x_ptr, x_strides, b, h + 1, t, c), inside & (h + 1 < H), other=0.0)
+        mu, _ = magnitude(x.to(tl.float32), KIND)
         head_cos, head_sin = cos, sin
         if PHASE:
-            head_cos, head_sin = turn_back(cos, sin, phase_ptr, tl.minimum(h, H - 1), c, D)
-        out_at = out_ptr + b * out_strides[0] + h * out_strides[1] + t_at * out_strides[2] + c[None, :]
-        tl.store(out_at, (mu * head_cos).to(out_ptr.dtype.element_ty), keep)
-        tl.store(out_at + D, (mu * head_sin).to(out_ptr.dtype.element_ty), keep)
+            head_cos, head_sin = turn_back(cos, sin, phase_cos_ptr, phase_sin_ptr, h, c, H, D)
+        out_at = tile_of(out_ptr, out_strides, b, h, t, c)
+        tl.store(out_at, (mu * head_cos).to(out_ptr.dtype.element_ty), inside & (h < H))
+        tl.store(out_at + D, (mu * head_sin).to(out_ptr.dtype.element_ty), inside & (h < H))
+        x = following
 
 
 @triton.jit
 def polar_backward_kernel(
-    x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, partial_ptr, angle_ptr, angle_row, phase_ptr, H, T, D,
+    x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, partial_ptr,
+    angle_ptr, angle_row, phase_cos_ptr, phase_sin_ptr, H, T, D,
     KIND: tl.constexpr, PHASE: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x and, per program, of the phases: partial [programs, H, D], summed by the caller."""
@@ -81,26 +90,32 @@ def polar_backward_kernel(
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_D)
     inside = (t[:, None] < T) & (c[None, :] < D)
-    t_at = t[:, None].to(tl.int64)
+    first = tl.program_id(2) * HEADS
+    x = tl.load(tile_of(x_ptr, x_strides, b, first, t, c), inside, other=0.0)
+    grad_at = tile_of(grad_ptr, grad_strides, b, first, t, c)
+    grad_cos = tl.load(grad_at, inside, other=0.0)
+    grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0)
     cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, D)
     program = b * tl.num_programs(0) + tl.program_id(0)
     for head in range(HEADS):
-        h = (tl.program_id(2) * HEADS + head).to(tl.int64)
-        keep = inside & (h < H)
-        x_at = x_ptr + b * x_strides[0] + h * x_strides[1] + t_at * x_strides[2] + c[None, :] * x_strides[3]
-        mu, slope = magnitude(tl.load(x_at, keep, other=0.0).to(tl.float32), KIND)
+        h = first + head
+        more = inside & (h + 1 < H)
+        next_x = tl.load(tile_of(x_ptr, x_strides, b, h + 1, t, c), more, other=0.0)
+        grad_at = tile_of(grad_ptr, grad_strides, b, h + 1, t, c)
+        next_cos = tl.load(grad_at, more, other=0.0)
+        next_sin = tl.load(grad_at + D * grad_strides[3], more, other=0.0)
+        mu, slope = magnitude(x.to(tl.float32), KIND)
         head_cos, head_sin = cos, sin
         if PHASE:
-            head_cos, head_sin = turn_back(cos, sin, phase_ptr, tl.minimum(h, H - 1), c, D)
-        grad_at = grad_ptr + b * grad_strides[0] + h * grad_strides[1] + t_at * grad_strides[2] + c[None, :]
-        grad_cos = tl.load(grad_at, keep, other=0.0).to(tl.float32)
-        grad_sin = tl.load(grad_at + D, keep, other=0.0).to(tl.float32)
+            head_cos, head_sin = turn_back(cos, sin, phase_cos_ptr, phase_sin_ptr, h, c, H, D)
+        grad_cos = grad_cos.to(tl.float32)
+        grad_sin = grad_sin.to(tl.float32)
         dx = (grad_cos * head_cos + grad_sin * head_sin) * slope
-        dx_at = dx_ptr + b * dx_strides[0] + h * dx_strides[1] + t_at * dx_strides[2] + c[None, :] * dx_strides[3]
-        tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), keep)
+        tl.store(tile_of(dx_ptr, dx_strides, b, h, t, c), dx.to(dx_ptr.dtype.element_ty), inside & (h < H))
         if PHASE:
-            turned = tl.where(keep, mu * (grad_cos * head_sin - grad_sin * head_cos), 0.0)
+            turned = tl.where(inside, mu * (grad_cos * head_sin - grad_sin * head_cos), 0.0)
             tl.store(partial_ptr + (program * H + h) * D + c, tl.sum(turned, 0), (c < D) & (h < H))
+        x, grad_cos, grad_sin = next_x, next_cos, next_sin
 
 
 @triton.jit
@@ -118,33 +133,38 @@ def rotate_kernel(
     cos *= factor
     sin *= -factor if BACK else factor
     for head in range(HEADS):
-        h = (tl.program_id(2) * HEADS + head).to(tl.int64)
+        h = tl.program_id(2) * HEADS + head
         keep = inside & (h < H)
-        x_row = x_ptr + b * x_strides[0] + h * x_strides[1] + t_at * x_strides[2]
-        out_row = out_ptr + b * out_strides[0] + h * out_strides[1] + t_at * out_strides[2]
-        first = tl.load(x_row + c[None, :] * x_strides[3], keep, other=0.0).to(tl.float32)
-        second = tl.load(x_row + (c[None, :] + n) * x_strides[3], keep, other=0.0).to(tl.float32)
+        first_at = tile_of(x_ptr, x_strides, b, h, t, c)
+        first = tl.load(first_at, keep, other=0.0).to(tl.float32)
+        second = tl.load(first_at + n * x_strides[3], keep, other=0.0).to(tl.float32)
+        out_at = tile_of(out_ptr, out_strides, b, h, t, c)
         kind = out_ptr.dtype.element_ty
-        tl.store(out_row + c[None, :] * out_strides[3], (first * cos - second * sin).to(kind), keep)
-        tl.store(out_row + (c[None, :] + n) * out_strides[3], (second * cos + first * sin).to(kind), keep)
+        tl.store(out_at, (first * cos - second * sin).to(kind), keep)
+        tl.store(out_at + n * out_strides[3], (second * cos + first * sin).to(kind), keep)
         if BLOCK_REST > 0:
-            rest = 2 * n + tl.arange(0, BLOCK_REST)[None, :]
-            keep_rest = (t[:, None] < T) & (rest < D) & (h < H)
-            tl.store(out_row + rest * out_strides[3], tl.load(x_row + rest * x_strides[3], keep_rest), keep_rest)
+            rest = 2 * n + tl.arange(0, BLOCK_REST)
+            keep_rest = (t[:, None] < T) & (rest[None, :] < D) & (h < H)
+            passing = tl.load(tile_of(x_ptr, x_strides, b, h, t, rest), keep_rest)
+            tl.store(tile_of(out_ptr, out_strides, b, h, t, rest), passing, keep_rest)
 
 
 def _grid(x: Tensor, columns: int) -> tuple[tuple[int, int, int], dict[str, int]]:
     rows, heads, length, _ = x.shape
-    block_t = max(1, min(triton.next_power_of_2(length), 4096 // columns))
-    group = min(heads, 4)
+    block_t = max(1, min(triton.next_power_of_2(length), 2048 // columns))
+    group = min(heads, 8)
     grid = (triton.cdiv(length, block_t), rows, triton.cdiv(heads, group))
-    return grid, {"HEADS": group, "BLOCK_T": block_t, "num_warps": 4}
+    return grid, {"HEADS": group, "BLOCK_T": block_t, "num_warps": 8}
 
 
 def expanded_like(x: Tensor, width: int) -> Tensor:
     """Uninitialised `[B, H, T, width]`, stored place by place with the heads side by side."""
     rows, heads, length, _ = x.shape
     return x.new_empty(rows, length, heads, width).transpose(1, 2)
+
+
+def _turn(phase: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if phase is None else (phase.cos(), phase.sin())
 
 
 def polar(x: Tensor, angle: Tensor, phase: Tensor | None, kind: str) -> Tensor:
@@ -157,7 +177,7 @@ def polar(x: Tensor, angle: Tensor, phase: Tensor | None, kind: str) -> Tensor:
     block_d = triton.next_power_of_2(width)
     grid, meta = _grid(x, block_d)
     polar_kernel[grid](
-        x, x.stride(), out, out.stride(), angle, angle.stride(0) if angle.shape[0] > 1 else 0, phase,
+        x, x.stride(), out, out.stride(), angle, angle.stride(0) if angle.shape[0] > 1 else 0, *_turn(phase),
         x.shape[1], x.shape[2], width, KIND=kind, PHASE=phase is not None, BLOCK_D=block_d, **meta,
     )  # fmt: skip
     return out
@@ -176,7 +196,7 @@ def polar_backward(
         partial = torch.empty(grid[0] * rows, heads, width, dtype=torch.float32, device=x.device)
     polar_backward_kernel[grid](
         x, x.stride(), grad, grad.stride(), dx, dx.stride(), partial,
-        angle, angle.stride(0) if angle.shape[0] > 1 else 0, phase,
+        angle, angle.stride(0) if angle.shape[0] > 1 else 0, *_turn(phase),
         heads, length, width, KIND=kind, PHASE=phase is not None, BLOCK_D=block_d, **meta,
     )  # fmt: skip
     return dx, None if partial is None else partial.sum(0)

@@ -157,6 +157,8 @@ def backward(
         for name in ("score_grad", "query_product", "key_product")
     )
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
+    assert block_n % block_m == 0 and block_n % query_meta["BLOCK_M"] == 0, "query tiles end where key tiles do"
+    assert block_m % key_meta["BLOCK_M"] == 0, "the key product reads only rows that were written"
     tiles = triton.cdiv(length, block_n)
     head_rows = (tiles * (tiles + 1) // 2 if causal else tiles * tiles) * block_n
     # As many key heads at a time as the raw q and k take memory, at least one.
