@@ -290,7 +290,7 @@ def backward(
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     widths = (score.amplitude_dim, width - score.amplitude_dim)
     block_v = block_width(v_width)
-    shared = score.meta(q, k, v, places)
+    shared = score.meta(q, k, places)
 
     delta = torch.empty_like(lse)
     delta_rows = max(1, 4096 // block_v)
@@ -317,7 +317,7 @@ def backward(
         grad_k, grad_v, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_v),
         describe(grad_out, block_m, block_v), lse, delta, alpha, *place_arguments(places, spans),
         *grad_k.stride(), *grad_v.stride(), groups, queries, keys, score.window or 0, score.scale,
-        score.unit, *widths, v_width, **score.blocks(q), **shared, **meta,
+        score.unit, *widths, v_width, BLOCK_V=block_v, **score.blocks(q), **shared, **meta,
     )  # fmt: skip
     grad_alpha = torch.zeros_like(alpha) if rows is None else rows.sum().reshape(alpha.shape)
     return grad_q, grad_k, grad_v, grad_alpha

@@ -148,6 +148,6 @@ def forward(
         out, lse, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_width(v_width)),
         alpha, *place_arguments(places, spans), *out.stride(),
         heads, queries, keys, score.window or 0, score.scale * math.log2(math.e), score.unit, v_width,
-        **score.meta(q, k, v, places), **meta,
+        BLOCK_V=block_width(v_width), **score.meta(q, k, places), **meta,
     )  # fmt: skip
     return out, lse

@@ -228,14 +228,13 @@ class Score:
     causal: bool
     window: int | None
 
-    def meta(self, q: Tensor, k: Tensor, v: Tensor, places: Places | None) -> dict[str, object]:
+    def meta(self, q: Tensor, k: Tensor, places: Places | None) -> dict[str, object]:
         """The compile-time arguments that all kernels share."""
         half = q.dtype != torch.float32
         return {
             "GROUP": q.shape[1] // k.shape[1], "PLACED": places is not None,
             "CAUSAL": self.causal, "WINDOWED": self.window is not None, "LINEAR": self.linear,
             "SERIES": half, "FAST": half and q.is_cuda, "PRECISION": "ieee",
-            "BLOCK_V": block_width(v.shape[3]),
         }  # fmt: skip
 
     def blocks(self, q: Tensor) -> dict[str, int]:
