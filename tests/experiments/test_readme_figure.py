@@ -41,6 +41,7 @@ def report(*, seeds):
         "unit": "byte",
         "vocab_size": 3,
         "sha256": "0",
+        "bytes_per_token": 1.0,
     }
     values = {
         "corpus": corpus,
