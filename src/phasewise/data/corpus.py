@@ -107,7 +107,7 @@ class Corpus:
     name: str
     source: str
     licence: str
-    unit: Literal["byte", "token", "note", "character"]
+    unit: Literal["byte", "token", "note", "character", "base"]
     vocab_size: int
     sha256: str
     splits: Mapping[str, Split]

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from phasewise.data.corpus import Corpus
+from phasewise.data.genome import genome
 from phasewise.data.music import chorales, jsb
 from phasewise.data.synthetic import indirect_indexing
 from phasewise.data.text import austen, text
 
-NAMES = ("austen", "chorales", "jsb:PATH", "text:PATH", "indirect-indexing")
+NAMES = ("austen", "chorales", "jsb:PATH", "text:PATH", "genome:PATH", "indirect-indexing")
 
 
 def load(
     name: str, *, tokenizer: str = "bytes", separator: str | None = None, cache: Path | None = None
 ) -> Corpus:
-    """The corpus of that name: "austen", "chorales", "jsb:PATH", "text:PATH" or "indirect-indexing".
+    """The corpus of that name, one of `NAMES`.
 
     tokenizer: for text: "bytes", "bpe:SIZE" (byte-level, trained on the training split alone) or the path of
         a tokenizer.json of the tokenizers library.
@@ -45,6 +46,8 @@ def load(
             return chorales(cache)
         case "jsb":
             return jsb(Path(path).expanduser())
+        case "genome":
+            return genome(Path(path).expanduser())
         case "text":
             return text(Path(path).expanduser(), tokenizer=tokenizer, separator=separator)
         case _:
