@@ -1,0 +1,1 @@
+"""What checkpoints and corpora ask of positions: measured values first, then reports."""

@@ -1,0 +1,146 @@
+"""Reports: a folder with report.json, a self-contained report.html, and each figure as SVG and PNG.
+
+    check_folder(folder)                    # before long work: is it free, are the packages there?
+    write_report(
+        folder,
+        kind="inspect",                     # the command that made it
+        title="Frequencies of smollm2",     # the page's heading
+        values=spectra,                     # every number: a pydantic model or a mapping of plain JSON values
+        recipe={"data": "austen"},          # what must be repeated to get them again
+        summary={"layers": "30"},           # the table at the top, in words
+        charts=[Figure(name="layers", title="...", text="how to read it", views={"": HeatMap(...)})],
+        partial=None,                       # or one sentence that says what is missing
+    )
+
+Charts (`phasewise.lens.charts`) are values too: the same ones are drawn by plotly in the browser and by
+matplotlib (`phasewise.lens.draw`) into the files. report.html needs no network: plotly stands inside it.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel
+
+from phasewise.lens.charts import COLOURS, PALETTE, Axis, Chart, Figure, HeatMap, Line, Lines
+from phasewise.lens.draw import draw
+from phasewise.record import record, replacing
+
+PACKAGES = ("jinja2", "matplotlib", "plotly")
+DIGITS = 4
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ValueError when no report can go to `folder`: it is not empty, or a package is missing."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"reports need {', '.join(missing)}: pip install 'phasewise[report]'")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} already exists: choose another folder")
+
+
+def write_report(
+    folder: Path,
+    *,
+    kind: str,
+    title: str,
+    values: BaseModel | Mapping[str, object],
+    charts: Sequence[Figure],
+    recipe: Mapping[str, object],
+    summary: Mapping[str, str] | None = None,
+    partial: str | None = None,
+    device: torch.device | str = "cpu",
+) -> None:
+    """Write the report that the module describes; report.json comes last, so its presence means a whole one.
+
+    Raises ValueError for values that JSON cannot say, and where `check_folder` does for missing packages.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for figure in charts:
+        chart = next(iter(figure.views.values()))
+        for suffix in (".svg", ".png"):
+            draw(chart, figure.title, folder / f"figure-{figure.name}{suffix}")
+    with replacing(folder / "report.html") as unfinished:
+        unfinished.write_text(page(title, charts, summary=summary or {}, partial=partial), encoding="utf-8")
+    plain = values.model_dump(mode="json") if isinstance(values, BaseModel) else values
+    record(folder / "report.json", recipe={"kind": kind, **recipe}, values=plain, device=device)
+
+
+def page(
+    title: str, charts: Sequence[Figure], *, summary: Mapping[str, str], partial: str | None = None
+) -> str:
+    """The report as one HTML document that needs nothing else."""
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
+    source = (files("phasewise.lens") / "report.html").read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
+    drawn = [[plotly(view) for view in figure.views.values()] for figure in charts]
+    data = json.dumps(drawn, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return template.render(
+        title=title, summary=summary, partial=partial, figures=charts, data=data, library=get_plotlyjs()
+    )
+
+
+def plotly(chart: Chart) -> dict[str, object]:
+    """The chart as plotly's traces and layout, numbers to four digits.
+
+    A heat map is sent as its values; the page makes logarithms and hover texts of them when it is shown.
+    """
+    if isinstance(chart, HeatMap):
+        return {"data": [_heat_map(chart)], "layout": _layout(chart, _category(chart.x), _category(chart.y))}
+    traces = []
+    for number, line in enumerate(chart.lines):
+        traces += _line(line, PALETTE[number % len(PALETTE)])
+    return {"data": traces, "layout": _layout(chart, _axis(chart.x), _axis(chart.y))}
+
+
+def _heat_map(chart: HeatMap) -> dict[str, object]:
+    return {
+        "type": "heatmap",
+        "x": list(chart.columns),
+        "y": list(chart.rows),
+        "z": [[_number(value) for value in row] for row in chart.z],
+        "colorscale": COLOURS,
+        "meta": {
+            "log": chart.value.scale == "log",
+            "low": chart.low,
+            "notes": [list(notes) for notes in chart.notes],
+            "value": chart.value.title,
+        },
+    }
+
+
+def _line(line: Line, colour: str) -> list[dict[str, object]]:
+    x, y = [_number(value) for value in line.x], [_number(value) for value in line.y]
+    traces: list[dict[str, object]] = []
+    if line.low is not None and line.high is not None:
+        edge = [_number(value) for value in (*line.high, *reversed(line.low))]
+        band = {"x": x + x[::-1], "y": edge, "fill": "toself", "fillcolor": colour, "opacity": 0.15}
+        hidden = {"line": {"width": 0}, "hoverinfo": "skip", "showlegend": False, "mode": "lines"}
+        traces.append({"type": "scatter", "legendgroup": line.name, **band, **hidden})
+    style = {"color": colour, "width": 1.8, "dash": line.dash}
+    named = {"name": line.name, "legendgroup": line.name}
+    traces.append({"type": "scatter", "mode": "lines+markers", "x": x, "y": y, "line": style, **named})
+    return traces
+
+
+def _layout(chart: Chart, x: dict[str, object], y: dict[str, object]) -> dict[str, object]:
+    several = isinstance(chart, Lines) and len(chart.lines) > 1
+    return {"xaxis": x, "yaxis": y, "showlegend": several}
+
+
+def _axis(axis: Axis) -> dict[str, object]:
+    return {"title": {"text": axis.title}, "type": axis.scale}
+
+
+def _category(axis: Axis) -> dict[str, object]:
+    return {"title": {"text": axis.title}, "type": "category"}
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
