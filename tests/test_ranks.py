@@ -14,6 +14,7 @@ RANKS = {
     "record": 0,
     "frequencies_hf": 1,
     "encodings": 1,
+    "blocked": 1,
     "kernels": 1,
     "reference": 2,
     "attention": 3,
