@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
-from phasewise.kernels import separable  # noqa: E402
+from phasewise.kernels import separable, tiles  # noqa: E402
 from phasewise.kernels.library import separable as operator  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -227,6 +227,24 @@ SMALL = [
     Case(17, 30, preparation="relu", places="far", dtype=torch.float16),
     Case(15, 15, preparation="rope"),
 ]
+
+
+STORED = [
+    Case(37, 37, preparation="softplus", width=24, v_width=16),
+    Case(33, 33, preparation="identity", causal=False, group=2),
+    Case(17, 17, width=40, group=2),
+]
+
+
+@pytest.mark.parametrize("case", STORED, ids=str)
+def test_stored_score_gradients_give_the_same_gradients(case, monkeypatch):
+    choose = tiles.launch
+
+    def launch(kernel: str, x: Tensor, **sizes: int) -> dict:
+        return {"body": "stored"} if kernel.endswith(".backward") else choose(kernel, x, **sizes)
+
+    monkeypatch.setattr(tiles, "launch", launch)
+    holds(case)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

@@ -4,11 +4,15 @@ Tensors are `[B, H, T, E]`, `[B, H / group, S, E]`, `[B, H / group, S, D]`; both
 stored place by place and the natural log-sum-exp `[B, H, T]`.
 """
 
+import functools
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from phasewise.kernels.prepare import expanded_like
-from phasewise.kernels.tiles import EMPTY_LSE
+from phasewise.kernels.tiles import EMPTY_LSE, launch_table
 
 
 def _flash_window(causal: bool, window: int | None) -> dict[str, int | None]:
@@ -17,15 +21,41 @@ def _flash_window(causal: bool, window: int | None) -> dict[str, int | None]:
     return {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
 
 
+def _tiles(kernel: str, qk: int, v: int) -> list[Any] | None:
+    """Tile choice of the launch table for exactly these widths; None leaves it to flash-attn-4."""
+    rows = launch_table()["flash_tiles"]
+    return next((row[kernel] for row in rows if (row["qk"], row["v"]) == (qk, v)), None)
+
+
+def _know_our_tiles(interface: ModuleType) -> None:
+    """Let flash-attn-4 look the backward tiles of unequal widths up in our table before its own.
+
+    Its backward takes no tile arguments on Hopper, and its own choice for widths (128, 64) is that of (128, 128).
+    """
+    theirs = interface._tile_size_bwd_sm90
+    if hasattr(theirs, "asks_phasewise"):
+        return
+
+    @functools.wraps(theirs)
+    def ours(head_dim: int, head_dim_v: int, *rest: Any, **options: Any) -> Any:
+        tiles = _tiles("backward", head_dim, head_dim_v)
+        return theirs(head_dim, head_dim_v, *rest, **options) if tiles is None else interface.BwdConfig(*tiles)
+
+    ours.asks_phasewise = True  # pyright: ignore[reportAttributeAccessIssue]
+    interface._tile_size_bwd_sm90 = ours
+
+
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """flash-attn-4's forward; its places are ours, bottom right."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    tiles = _tiles("forward", q.shape[3], v.shape[3])
     out, lse = _flash_attn_fwd(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-        softmax_scale=scale, causal=causal, return_lse=True, **_flash_window(causal, window),
+        softmax_scale=scale, causal=causal, return_lse=True, tile_mn=tiles and tuple(tiles),
+        **_flash_window(causal, window),
     )[:2]  # fmt: skip
     return out.transpose(1, 2), lse.clamp_min(EMPTY_LSE) if causal and q.shape[2] > k.shape[2] else lse
 
@@ -35,10 +65,11 @@ def flash_backward(
     *, scale: float, causal: bool, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """flash-attn-4's backward in its deterministic mode, which adds up dq in a fixed order."""
-    from flash_attn.cute.interface import _flash_attn_bwd
+    from flash_attn.cute import interface
 
+    _know_our_tiles(interface)
     dq, dk, dv = expanded_like(q, q.shape[3]), expanded_like(k, k.shape[3]), expanded_like(v, v.shape[3])
-    _flash_attn_bwd(
+    interface._flash_attn_bwd(
         *(x.transpose(1, 2) for x in (q, k, v, out, dout)), lse,
         softmax_scale=scale, causal=causal, deterministic=True,
         dq=dq.transpose(1, 2), dk=dk.transpose(1, 2), dv=dv.transpose(1, 2),

@@ -71,7 +71,7 @@ def separable_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and the phase (empty when there is none)."""
     from phasewise.kernels import body as own
-    from phasewise.kernels import borrowed, prepare
+    from phasewise.kernels import borrowed, prepare, stored
     from phasewise.kernels.tiles import Places, launch
 
     dphase = q.new_empty(0, dtype=torch.float32) if phase is None else torch.zeros_like(phase)
@@ -79,12 +79,21 @@ def separable_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dphase
     q2, k2 = _prepared(q, k, q_angle, k_angle, phase, preparation, factor)
     masks = {"scale": scale, "causal": causal, "window": window}
-    if body != "triton":
-        row = launch(f"separable.{body}.backward", q2, qk=q2.shape[3], v=v.shape[3], length=k.shape[2])
-        body = row["body"]
-    if body == "flash":
+    if body == "cudnn" and dlse is not None:
+        body = "triton"  # cuDNN's backward takes no gradient of the log-sum-exp
+    row = launch(f"separable.{body}.backward", q2, qk=q2.shape[3], v=v.shape[3], length=k.shape[2])
+    plain = window is None and slopes is None and q_index is None and q_segment is None
+    plain = plain and k_index is None and k_segment is None and q.shape[2] == k.shape[2]
+    if row["body"] == "stored" and plain:
+        polar = None
+        if q_angle is not None and k_angle is not None and preparation != "rope":
+            polar = stored.Polar(q, k, q_angle, k_angle, phase, preparation)
+        dq, dk, dv, turned = stored.backward(q2, k2, v, out, lse, dout, dlse, scale=scale, causal=causal, polar=polar)
+        if polar is not None:
+            return dq, dk, dv, dphase if turned is None else turned
+    elif body == "flash":
         dq, dk, dv = borrowed.flash_backward(q2, k2, v, out, lse, dout, dlse, **masks)
-    elif body == "cudnn":
+    elif row["body"] == "cudnn":
         dq, dk, dv = borrowed.cudnn_backward(q2, k2, v, out, lse, dout, scale=scale, causal=causal)
     else:
         places = Places.of(q, k, q_index, q_segment, k_index, k_segment)

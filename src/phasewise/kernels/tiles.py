@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -250,12 +251,12 @@ def block_width(width: int) -> int:
 
 
 @functools.cache
-def launch_rows() -> tuple[Mapping[str, object], ...]:
+def launch_table() -> Mapping[str, Any]:
     """The committed launch table."""
-    return tuple(json.loads(Path(__file__).with_name("launch.json").read_text())["rows"])
+    return json.loads(Path(__file__).with_name("launch.json").read_text())
 
 
-def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str, object]:
+def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str, Any]:
     """Meta-parameters of `kernel` for tensors like x, from the committed table.
 
     A row serves widths and lengths up to its own; the tightest wins, one of this device before one of any.
@@ -272,7 +273,7 @@ def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str,
     def distance(row: Mapping) -> tuple:
         return (row["device"] == "any", row["dtype"] == "any", row["qk"], row["v"], row["length"] or math.inf)
 
-    rows = [row for row in launch_rows() if serves(row)]
+    rows = [row for row in launch_table()["rows"] if serves(row)]
     if not rows:
         raise ValueError(f"{kernel} has no launch configuration for {dtype}, widths {qk} and {v}, {device}")
     return dict(min(rows, key=distance)["meta"])
