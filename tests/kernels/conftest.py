@@ -2,7 +2,10 @@
 
 import os
 
+import pytest
 import torch
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -16,3 +19,11 @@ if not torch.cuda.is_available():
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_filled_with_nan():
+    """Uninitialised memory is NaN, so that an element nobody writes is found."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
