@@ -97,7 +97,7 @@ def _words(text: str) -> np.ndarray:
 
 
 def _grouped(granularity: str, documents: list[np.ndarray], size: int, base: int, unit: str) -> Sequences:
-    """Tokens of `size` consecutive ones, as digits of a number; what is left at a document's end is dropped."""
+    """Tokens of `size` consecutive ones, as digits of a number; a shorter rest of a document is dropped."""
     digits = np.uint64(base) ** np.arange(size, dtype=np.uint64)
     groups = [
         document[: len(document) // size * size].reshape(-1, size).astype(np.uint64) @ digits
