@@ -6,7 +6,8 @@ s, all in one segment, and tiles nobody sees are never visited. Each function re
 the natural log-sum-exp `[B, H, T]`; a row that sees nothing gets output 0, log-sum-exp -1e30 and no gradient.
 """
 
-import importlib.util
+import os
+from importlib import metadata
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ from phasewise.kernels.library import Body, Preparation, separable
 __all__ = ["attend", "pope", "rope", "unsupported"]
 
 _HALVES = (torch.float16, torch.bfloat16)
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, for tests
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+_TRITON, _FLASH = _installed("triton"), _installed("flash-attn-4")
 
 
 def unsupported(
@@ -39,11 +52,11 @@ def unsupported(
             return f"triton takes float32, float16 and bfloat16, not {kind}"
         if qk_width > 512 or v_width > 256:
             return f"triton takes widths up to 512 (q, k) and 256 (v), not {qk_width} and {v_width}"
-        if importlib.util.find_spec("triton") is None:
+        if not _TRITON:
             return "triton is not installed; `pip install phasewise[gpu]`"
         if device == "cuda":
             return None if (capability or (0, 0)) >= (8, 0) else f"triton needs compute capability 8.0, not {capability}"
-        return None if _interpreted() else f"triton needs a CUDA device, not {device}"
+        return None if _INTERPRETED else f"triton needs a CUDA device, not {device}"
     if device != "cuda":
         return f"{body} needs a CUDA device, not {device}"
     if dtype not in _HALVES:
@@ -57,7 +70,7 @@ def unsupported(
             return f"flash serves compute capability 9.0 here, not {capability}"
         if qk_width > 256 or v_width > 256:
             return f"flash takes widths up to 256, not {qk_width} and {v_width}"
-        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        if not _FLASH:
             return "flash-attn-4 is not installed; `pip install phasewise[flash]`"
         return None
     if (capability or (0, 0)) < (9, 0):
@@ -71,10 +84,9 @@ def unsupported(
     return None
 
 
-def _interpreted() -> bool:
-    import triton
-
-    return triton.knobs.runtime.interpret
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def attend(
@@ -132,9 +144,7 @@ def _call(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     width = q.shape[3] * (1 if preparation in ("none", "rope") else 2)
     reason = unsupported(
-        body, device=q.device.type,
-        capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-        dtype=q.dtype, qk_width=width, v_width=v.shape[3], queries=q.shape[2], keys=k.shape[2], causal=causal,
+        body, device=q.device.type, capability=_capability(q.device), dtype=q.dtype, qk_width=width, v_width=v.shape[3], queries=q.shape[2], keys=k.shape[2], causal=causal,
         window=window, placed=any(x is not None for x in places), sloped=slopes is not None,
     )  # fmt: skip
     if reason is not None:

@@ -1,0 +1,54 @@
+"""Times of GPU work: CUDA events, rounds that visit every subject in turn, medians with their spread."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Time:
+    """Milliseconds: the median of all samples and their first and third quartile."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Time":
+        """From at least two samples.
+
+        >>> Time.of([1.0, 2.0, 4.0])
+        Time(median=2.0, low=1.0, high=4.0)
+        """
+        low, median, high = statistics.quantiles(samples, n=4)
+        return cls(median, low, high)
+
+
+def side_by_side(
+    calls: Mapping[str, Callable[[], object]], *, rounds: int = 3, repeats: int = 7, warmup: int = 2
+) -> dict[str, Time]:
+    """Times of several calls on the current CUDA device, taken in turns so that drift falls on all alike."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for _ in range(warmup):
+                call()
+            pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
+            for start, end in pairs:
+                start.record()
+                call()
+                end.record()
+            torch.cuda.synchronize()
+            samples[name] += [start.elapsed_time(end) for start, end in pairs]
+    return {name: Time.of(times) for name, times in samples.items()}
+
+
+def peak_memory(call: Callable[[], object]) -> int:
+    """Bytes of device memory at the peak of a call, what was held before it included."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
