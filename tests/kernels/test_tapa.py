@@ -289,7 +289,9 @@ def test_the_power_series_keeps_its_bound_from_its_reach_on(alpha, block):
 @triton.jit
 def wave_probe(turns_ptr, cos_ptr, sin_ptr, FAST: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    turn = tapa_score.fraction(tl.load(turns_ptr + at))
+    turn = tl.load(turns_ptr + at)
+    if FAST:
+        turn *= tapa_score.TURN
     tl.store(cos_ptr + at, tapa_score.cosine(turn, FAST))
     tl.store(sin_ptr + at, tapa_score.sine(turn, FAST))
 

@@ -60,10 +60,10 @@ def attend(
         raise ValueError(f"the TAPA kernel cannot run this: {reason}")
     if not isinstance(alpha, Tensor):
         alpha = torch.full((), alpha, dtype=torch.float32, device=q.device)
-    turns = 1.0 if two_pi else 1 / (2 * math.pi)
+    unit = (2 * math.pi if two_pi else 1.0) * (q.shape[3] - amplitude_dim) ** -0.5
     return torch.ops.phasewise.tapa(
         q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim,
-        amplitude_dim**-0.5 if scale is None else scale, turns * (q.shape[3] - amplitude_dim) ** -0.5,
+        amplitude_dim**-0.5 if scale is None else scale, unit,
         phase == "linear", causal, window,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 Letters and conventions of tapa_score.py. With x = 2 pi phase strength and S = scale amplitude cos x:
 dS/dq_A = scale cos(x) k_A, dS/dq_P = -scale amplitude sin(x) 2 pi strength k_P (for the linear phase 1 instead of
 k_P), dS/dalpha = -scale amplitude sin(x) x ln|i - j|. In the kernels `level` is the gradient by amplitude / scale and
-`twist` the one by phase / (-2 pi scale).
+`twist` the one by phase / (-scale), per turn where phases are counted in turns.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phasewise.kernels.body import delta_kernel, load_row_statistics, load_tile
+from phasewise.kernels.body import load_tile
 from phasewise.kernels.tapa_score import (
     EITHER,
     FAR,
@@ -22,7 +22,6 @@ from phasewise.kernels.tapa_score import (
     distance,
     far_above,
     far_below,
-    fraction,
     gap_to,
     phase_product,
     place,
@@ -33,17 +32,46 @@ from phasewise.kernels.tapa_score import (
     store_tile,
     tile_is_far,
 )
-from phasewise.kernels.tiles import LOG2E, Places, block_width, describe, key_span, launch, load_places, query_span
+from phasewise.kernels.tiles import EMPTY, LOG2E, Places, block_width, describe, key_span, launch, load_places, query_span
+
+
+PADDING = 128  # a multiple of every block of queries
+
+
+@triton.jit
+def statistics_kernel(
+    lse2_ptr, delta_ptr, lse_ptr, grad_lse_ptr, out, grad_out, H, T, padded, BLOCK_M: tl.constexpr
+):
+    """What the passes read of a row, padded to whole tiles: the log-sum-exp to base 2 and delta.
+
+    delta = out . grad_out - grad_lse is what the softmax subtracts from the gradient of its weights. Rows that see
+    nothing or are padding have lse2 = +infinity, which makes their weights 0.
+    """
+    tiles = tl.cdiv(padded, BLOCK_M)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    first_m = tl.program_id(0) % tiles * BLOCK_M
+    offsets_m = first_m + tl.arange(0, BLOCK_M)
+    batch = tl.program_id(0) // tiles // H
+    head = tl.program_id(0) // tiles % H
+    here = load_tile(out, batch, head, first_m).to(tl.float32)
+    above = load_tile(grad_out, batch, head, first_m).to(tl.float32)
+    delta = tl.sum(here * above, 1)
+    if grad_lse_ptr is not None:
+        delta -= tl.load(grad_lse_ptr + row * T + offsets_m, offsets_m < T, other=0.0)
+    lse = tl.load(lse_ptr + row * T + offsets_m, offsets_m < T, other=EMPTY)
+    lse2 = tl.where(lse > 0.5 * EMPTY, lse * LOG2E, float("inf"))
+    tl.store(lse2_ptr + row * padded + offsets_m, lse2)
+    tl.store(delta_ptr + row * padded + offsets_m, delta)
 
 
 @triton.jit
 def score_gradient(amplitude, phase, strength, lse, upstream, delta, scale_log2, FAST: tl.constexpr):
     """Softmax weights, level and twist."""
-    turn = fraction(phase * strength)
-    wave = cosine(turn, FAST)
+    angle = phase * strength
+    wave = cosine(angle, FAST)
     weights = tl.exp2(amplitude * wave * scale_log2 - lse)
     slope = weights * (upstream - delta)
-    return weights, slope * wave, slope * amplitude * sine(turn, FAST) * strength
+    return weights, slope * wave, (slope * amplitude) * (sine(angle, FAST) * strength)
 
 
 @triton.jit
@@ -98,7 +126,7 @@ def query_grad_tiles(
 def query_grad_kernel(
     grad_q_ptr, grad_alpha_ptr, q_a, q_p, k_a, k_p, v, grad_out, lse_ptr, delta_ptr, alpha_ptr,
     q_index_ptr, q_segment_ptr, k_index_ptr, k_segment_ptr, span_ptr, q_row_stride, k_row_stride,
-    stride_q_b, stride_q_h, stride_q_t, stride_q_d, H, T, S, window, scale, unit, A, P,
+    stride_q_b, stride_q_h, stride_q_t, stride_q_d, H, T, padded, S, window, scale, unit, A, P,
     GROUP: tl.constexpr, PLACED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, LINEAR: tl.constexpr,
     SERIES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ALPHA: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -117,12 +145,15 @@ def query_grad_kernel(
     alpha = tl.load(alpha_ptr)
     reach = series_reach(alpha)
     scale_log2 = scale * LOG2E
+    radians: tl.constexpr = 1.0 if FAST else TURN
 
     amplitude_q = load_tile(q_a, batch, head, first_m)
     phase_q = load_tile(q_p, batch, head, first_m)
     above = load_tile(grad_out, batch, head, first_m)
     row = (batch.to(tl.int64) * H + head) * T
-    lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, offsets_m, T)
+    at = (batch.to(tl.int64) * H + head) * padded + offsets_m
+    lse = tl.load(lse_ptr + at)
+    delta = tl.load(delta_ptr + at)
     grad_amplitude = tl.zeros([BLOCK_M, BLOCK_A], tl.float32)
     grad_phase = tl.zeros([BLOCK_M] if LINEAR else [BLOCK_M, BLOCK_P], tl.float32)
     grad_alpha = tl.zeros([BLOCK_M], tl.float32)
@@ -155,15 +186,15 @@ def query_grad_kernel(
         grad_phase = tl.broadcast_to(grad_phase[:, None], [BLOCK_M, BLOCK_P])
     grad_q_ptr += batch.to(tl.int64) * stride_q_b + head.to(tl.int64) * stride_q_h
     store_tile(grad_q_ptr, 0, offsets_m, T, stride_q_t, stride_q_d, grad_amplitude * scale, A, BLOCK_A)
-    store_tile(grad_q_ptr, A, offsets_m, T, stride_q_t, stride_q_d, grad_phase * (-TURN * scale), P, BLOCK_P)
+    store_tile(grad_q_ptr, A, offsets_m, T, stride_q_t, stride_q_d, grad_phase * (radians * -scale), P, BLOCK_P)
     if ALPHA:
-        tl.store(grad_alpha_ptr + row + offsets_m, grad_alpha * (-TURN * scale), offsets_m < T)
+        tl.store(grad_alpha_ptr + row + offsets_m, grad_alpha * (radians * -scale), offsets_m < T)
 
 
 @triton.jit
 def key_grad_tiles(
     grad_amplitude, grad_phase, grad_values, amplitude_k, phase_k, values, q_a, q_p, grad_out, lse_ptr, delta_ptr,
-    batch, head, row, low, high, full_low, full_high, first_n, j, j_segment, q_index_ptr, q_segment_ptr, q_row, T,
+    batch, head, low, high, full_low, full_high, first_n, j, j_segment, q_index_ptr, q_segment_ptr, q_row, T,
     shift, window, scale_log2, alpha, unit, reach,
     REACH: tl.constexpr, PLACED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, LINEAR: tl.constexpr,
     FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -174,7 +205,8 @@ def key_grad_tiles(
         amplitude_q = load_tile(q_a, batch, head, first_m)
         phase_q = load_tile(q_p, batch, head, first_m)
         above = load_tile(grad_out, batch, head, first_m)
-        lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, first_m + offsets_m, T)
+        lse = tl.load(lse_ptr + first_m + offsets_m)
+        delta = tl.load(delta_ptr + first_m + offsets_m)
         amplitude = tl.dot(amplitude_k, amplitude_q.T, input_precision=PRECISION)
         phase = phase_product(phase_k, phase_q, LINEAR, PRECISION)
         upstream = tl.dot(values, above.T, input_precision=PRECISION)
@@ -213,7 +245,7 @@ def key_grad_kernel(
     grad_k_ptr, grad_v_ptr, q_a, q_p, k_a, k_p, v, grad_out, lse_ptr, delta_ptr, alpha_ptr,
     q_index_ptr, q_segment_ptr, k_index_ptr, k_segment_ptr, span_ptr, q_row_stride, k_row_stride,
     stride_k_b, stride_k_h, stride_k_t, stride_k_d, stride_v_b, stride_v_h, stride_v_t, stride_v_d,
-    G, T, S, window, scale, unit, A, P, V,
+    G, T, padded, S, window, scale, unit, A, P, V,
     GROUP: tl.constexpr, PLACED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, LINEAR: tl.constexpr,
     SERIES: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -235,6 +267,7 @@ def key_grad_kernel(
     alpha = tl.load(alpha_ptr)
     reach = series_reach(alpha)
     scale_log2 = scale * LOG2E
+    radians: tl.constexpr = 1.0 if FAST else TURN
     if PLACED:
         span_ptr += span_at(batch, tile, tiles, q_row_stride)
         low = tl.load(span_ptr) * BLOCK_M
@@ -256,17 +289,17 @@ def key_grad_kernel(
     rest: tl.constexpr = EITHER if SERIES and (PLACED or WINDOWED or not CAUSAL) else NEAR
     for member in range(GROUP):
         head = group * GROUP + member
-        row = (batch.to(tl.int64) * G * GROUP + head) * T
+        row = (batch.to(tl.int64) * G * GROUP + head) * padded
         grad_amplitude, grad_phase, grad_values = key_grad_tiles(
-            grad_amplitude, grad_phase, grad_values, amplitude_k, phase_k, values, q_a, q_p, grad_out, lse_ptr,
-            delta_ptr, batch, head, row, low, far_low, full_low, full_high, first_n, j, j_segment, q_index_ptr,
+            grad_amplitude, grad_phase, grad_values, amplitude_k, phase_k, values, q_a, q_p, grad_out, lse_ptr + row,
+            delta_ptr + row, batch, head, low, far_low, full_low, full_high, first_n, j, j_segment, q_index_ptr,
             q_segment_ptr, q_row, T, S - T, window, scale_log2, alpha, unit, reach,
             rest, PLACED, CAUSAL, WINDOWED, LINEAR, FAST, PRECISION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if SERIES and CAUSAL and not (WINDOWED or PLACED):
             grad_amplitude, grad_phase, grad_values = key_grad_tiles(
-                grad_amplitude, grad_phase, grad_values, amplitude_k, phase_k, values, q_a, q_p, grad_out, lse_ptr,
-                delta_ptr, batch, head, row, far_low, high, full_low, full_high, first_n, j, j_segment, q_index_ptr,
+                grad_amplitude, grad_phase, grad_values, amplitude_k, phase_k, values, q_a, q_p, grad_out, lse_ptr + row,
+                delta_ptr + row, batch, head, far_low, high, full_low, full_high, first_n, j, j_segment, q_index_ptr,
                 q_segment_ptr, q_row, T, S - T, window, scale_log2, alpha, unit, reach,
                 FAR, PLACED, CAUSAL, WINDOWED, LINEAR, FAST, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
@@ -276,7 +309,7 @@ def key_grad_kernel(
     grad_k_ptr += batch.to(tl.int64) * stride_k_b + group.to(tl.int64) * stride_k_h
     grad_v_ptr += batch.to(tl.int64) * stride_v_b + group.to(tl.int64) * stride_v_h
     store_tile(grad_k_ptr, 0, offsets_n, S, stride_k_t, stride_k_d, grad_amplitude * scale, A, BLOCK_A)
-    store_tile(grad_k_ptr, A, offsets_n, S, stride_k_t, stride_k_d, grad_phase * (-TURN * scale), P, BLOCK_P)
+    store_tile(grad_k_ptr, A, offsets_n, S, stride_k_t, stride_k_d, grad_phase * (radians * -scale), P, BLOCK_P)
     store_tile(grad_v_ptr, 0, offsets_n, S, stride_v_t, stride_v_d, grad_values, V, BLOCK_V)
 
 
@@ -292,11 +325,13 @@ def backward(
     block_v = block_width(v_width)
     shared = score.meta(q, k, places)
 
-    delta = torch.empty_like(lse)
-    delta_rows = max(1, 4096 // block_v)
-    delta_kernel[(triton.cdiv(queries, delta_rows), batch * heads)](
-        out, out.stride(), grad_out, grad_out.stride(), None if grad_lse is None else grad_lse.contiguous(), delta,
-        heads, queries, v_width, BLOCK_M=delta_rows, BLOCK_D=block_v,
+    rows_at_once = max(16, 4096 // block_v)
+    padded = triton.cdiv(queries, PADDING) * PADDING
+    lse2, delta = lse.new_empty(2, batch, heads, padded)
+    statistics_kernel[(triton.cdiv(padded, rows_at_once) * batch * heads,)](
+        lse2, delta, lse, None if grad_lse is None else grad_lse.contiguous(),
+        describe(out, rows_at_once, block_v), describe(grad_out, rows_at_once, block_v), heads, queries, padded,
+        BLOCK_M=rows_at_once,
     )  # fmt: skip
 
     meta = launch("tapa.query_grad", q, qk=width, v=v_width, length=keys)
@@ -305,8 +340,8 @@ def backward(
     rows = torch.empty_like(lse) if alpha_grad else None
     query_grad_kernel[(triton.cdiv(queries, block_m) * batch * heads,)](
         grad_q, rows, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_v),
-        describe(grad_out, block_m, block_v), lse, delta, alpha, *place_arguments(places, spans),
-        *grad_q.stride(), heads, queries, keys, score.window or 0, score.scale, score.unit, *widths,
+        describe(grad_out, block_m, block_v), lse2, delta, alpha, *place_arguments(places, spans),
+        *grad_q.stride(), heads, queries, padded, keys, score.window or 0, score.scale, score.phase_unit(q), *widths,
         ALPHA=alpha_grad, **score.blocks(q), **shared, **meta,
     )  # fmt: skip
 
@@ -315,9 +350,9 @@ def backward(
     spans = places and places.query_spans(block_m, block_n, causal=score.causal, window=score.window)
     key_grad_kernel[(triton.cdiv(keys, block_n) * batch * groups,)](
         grad_k, grad_v, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_v),
-        describe(grad_out, block_m, block_v), lse, delta, alpha, *place_arguments(places, spans),
-        *grad_k.stride(), *grad_v.stride(), groups, queries, keys, score.window or 0, score.scale,
-        score.unit, *widths, v_width, BLOCK_V=block_v, **score.blocks(q), **shared, **meta,
+        describe(grad_out, block_m, block_v), lse2, delta, alpha, *place_arguments(places, spans),
+        *grad_k.stride(), *grad_v.stride(), groups, queries, padded, keys, score.window or 0, score.scale,
+        score.phase_unit(q), *widths, v_width, BLOCK_V=block_v, **score.blocks(q), **shared, **meta,
     )  # fmt: skip
     grad_alpha = torch.zeros_like(alpha) if rows is None else rows.sum().reshape(alpha.shape)
     return grad_q, grad_k, grad_v, grad_alpha

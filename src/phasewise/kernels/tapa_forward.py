@@ -16,7 +16,6 @@ from phasewise.kernels.tapa_score import (
     Score,
     cosine,
     far_below,
-    fraction,
     gap_to,
     phase_product,
     place,
@@ -61,7 +60,7 @@ def forward_tiles(
             amplitude, far, rows, columns, middle, half, i[:, None], i_segment[:, None], j[None, :],
             j_segment[None, :], window, alpha, unit, REACH, FAST, CAUSAL, WINDOWED,
         )  # fmt: skip
-        scores = amplitude * cosine(fraction(phase * strength), FAST)
+        scores = amplitude * cosine(phase * strength, FAST)
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores * scale_log2 - (higher * scale_log2)[:, None])
         fade = tl.exp2((top - higher) * scale_log2)
@@ -147,7 +146,7 @@ def forward(
     forward_kernel[(triton.cdiv(queries, block_m) * batch * heads,)](
         out, lse, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_width(v_width)),
         alpha, *place_arguments(places, spans), *out.stride(),
-        heads, queries, keys, score.window or 0, score.scale * math.log2(math.e), score.unit, v_width,
+        heads, queries, keys, score.window or 0, score.scale * math.log2(math.e), score.phase_unit(q), v_width,
         BLOCK_V=block_width(v_width), **score.meta(q, k, places), **meta,
     )  # fmt: skip
     return out, lse

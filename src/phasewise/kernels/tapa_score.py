@@ -1,7 +1,8 @@
 """TAPA's score on tiles: scale (q_A . k_A) cos(2 pi unit |i - j|^alpha (q_P . k_P)), and what its kernels share.
 
 Letters: B batch, H query heads, G key heads, T queries, S keys; A, P and V the widths of the amplitude part, the
-phase part and the values. Phases are counted in turns, so that reducing one to the nearest turn is exact.
+phase part and the values. FAST kernels, for half precision, count phases in radians and leave them to the hardware;
+the others count turns, so that reducing one to the nearest turn is exact.
 The rows of a tile are the side a program keeps, its columns the side it walks over.
 """
 
@@ -166,31 +167,28 @@ def place(
 
 
 @triton.jit
-def fraction(turns):
-    """turns minus the nearest whole number, exact up to 2^22 turns, where float32 ends telling halves apart."""
-    return turns - ((turns + SHIFT_TO_INTEGER) - SHIFT_TO_INTEGER)
+def cosine(phase, FAST: tl.constexpr):
+    """cos of a phase in turns; FAST of one in radians, by the hardware, whose reduction costs one rounding of it.
+
+    The fraction of a turn is exact up to 2^22 turns, where float32 ends telling halves apart.
+    """
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "cos.approx.ftz.f32 $0, $1;", "=f,f", [phase], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.cos((phase - ((phase + SHIFT_TO_INTEGER) - SHIFT_TO_INTEGER)) * TURN)
 
 
 @triton.jit
-def cosine(turn, FAST: tl.constexpr):
-    """cos(2 pi turn) for |turn| <= 1/2; FAST takes the hardware's approximation."""
+def sine(phase, FAST: tl.constexpr):
+    """sin, as `cosine`."""
     if FAST:
         return tl.inline_asm_elementwise(
-            "cos.approx.ftz.f32 $0, $1;", "=f,f", [turn * TURN], dtype=tl.float32, is_pure=True, pack=1
+            "sin.approx.ftz.f32 $0, $1;", "=f,f", [phase], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return tl.cos(turn * TURN)
-
-
-@triton.jit
-def sine(turn, FAST: tl.constexpr):
-    """sin(2 pi turn), as `cosine`."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "sin.approx.ftz.f32 $0, $1;", "=f,f", [turn * TURN], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.sin(turn * TURN)
+        return tl.sin((phase - ((phase + SHIFT_TO_INTEGER) - SHIFT_TO_INTEGER)) * TURN)
 
 
 @triton.jit
@@ -223,19 +221,27 @@ class Score:
 
     amplitude_dim: int
     scale: float
-    unit: float  # factor of the phase, in turns
+    unit: float  # factor of the phase, in radians
     linear: bool
     causal: bool
     window: int | None
 
     def meta(self, q: Tensor, k: Tensor, places: Places | None) -> dict[str, object]:
         """The compile-time arguments that all kernels share."""
-        half = q.dtype != torch.float32
         return {
             "GROUP": q.shape[1] // k.shape[1], "PLACED": places is not None,
             "CAUSAL": self.causal, "WINDOWED": self.window is not None, "LINEAR": self.linear,
-            "SERIES": half, "FAST": half and q.is_cuda, "PRECISION": "ieee",
+            "SERIES": q.dtype != torch.float32, "FAST": self.fast(q), "PRECISION": "ieee",
         }  # fmt: skip
+
+    @staticmethod
+    def fast(q: Tensor) -> bool:
+        """Whether the hardware's logarithm, cosine and sine are good enough: for half precision."""
+        return q.is_cuda and q.dtype != torch.float32
+
+    def phase_unit(self, q: Tensor) -> float:
+        """Factor of the phase as the kernels count it: radians when fast, else turns."""
+        return self.unit if self.fast(q) else self.unit / (2 * math.pi)
 
     def blocks(self, q: Tensor) -> dict[str, int]:
         """Widths of the tiles of both parts."""
