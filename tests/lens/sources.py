@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from phasewise.lens.dependency import Curve
+
 
 def entropy(probabilities):
     positive = probabilities[probabilities > 0]
@@ -73,3 +75,15 @@ def signs_information(correlation):
     """Of two signs whose Gaussians have that correlation: equal with probability 1/2 + asin(rho) / pi."""
     equal = 0.5 + np.arcsin(np.asarray(correlation)) / np.pi
     return np.log(2) + equal * np.log(equal) + (1 - equal) * np.log(1 - equal)
+
+
+def curve_of(distances, value, *, error=1e-6, seed=0, blocks=32):
+    """A curve of that value whose blocks scatter so that its standard error is about `error`."""
+    distances = np.asarray(distances)
+    value = np.broadcast_to(np.asarray(value, dtype=float), distances.shape)
+    scatter = np.random.default_rng(seed).standard_normal((blocks, len(distances))) * error * blocks**0.5
+    shares = np.full((blocks, len(distances)), 1 / blocks)
+    parts = (value + scatter - scatter.mean(0)) / blocks
+    return Curve(
+        distances, np.full(len(distances), 10**6), parts, shares, np.zeros(len(distances)), "documents"
+    )
