@@ -16,7 +16,7 @@ def draw(chart: Chart, title: str, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 9}
+    style: dict[Any, Any] = {"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 9}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.2, 4.4), layout="constrained")
         axes = figure.subplots()

@@ -1,0 +1,1 @@
+"""Hugging Face transformers: the only part of the library that imports it."""

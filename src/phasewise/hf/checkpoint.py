@@ -1,0 +1,97 @@
+"""A Hugging Face decoder from a local folder: whole, finite, or refused in one sentence. Never from a hub."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+INDEX = "model.safetensors.index.json"
+
+
+def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> PreTrainedModel:
+    """The decoder in `folder`, in the dtype it is stored in unless `dtype` names another, for evaluation.
+
+    Raises ValueError, naming what is wrong, for a folder without config.json or weights, a shard or tensor
+    that is missing or of another shape, an architecture that transformers lacks, one that is no decoder, and
+    weights that are not finite.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; give the folder of a checkpoint")
+    config = _config(folder)
+    _require_weights(folder)
+    with _quiet():
+        try:
+            both: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype="auto" if dtype is None else dtype,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (SafetensorError, RuntimeError) as error:
+            raise ValueError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
+        except ValueError as error:
+            if "Unrecognized configuration class" in str(error):
+                raise ValueError(
+                    f"{folder} holds a {config.model_type} model, which is no decoder"
+                ) from error
+            raise
+    model, loaded = both
+    missing = sorted(loaded["missing_keys"])
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors of its model, {missing[0]} the first")
+    if loaded["mismatched_keys"]:
+        name = sorted(loaded["mismatched_keys"])[0]
+        raise ValueError(f"a tensor in {folder} has another shape than its config asks for: {name}")
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken, fetch it again")
+    return model.to(device).eval()
+
+
+def _config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        try:
+            family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as broken:
+            raise ValueError(f"{folder / 'config.json'} is no config: {_first_line(broken)}") from error
+        raise ValueError(
+            f"transformers cannot read the config of {folder} (model_type {family!r}): {_first_line(error)}"
+        ) from error
+
+
+def _require_weights(folder: Path) -> None:
+    if (folder / INDEX).is_file():
+        shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        absent = sorted({shard for shard in shards if not (folder / shard).is_file()})
+        if absent:
+            raise ValueError(f"{folder} lacks {', '.join(absent)}, which {INDEX} lists; fetch it again")
+    elif not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise ValueError(f"{folder} has a config.json but no weights (*.safetensors or *.bin)")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own bars and warnings: what they say is checked here, or irrelevant."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

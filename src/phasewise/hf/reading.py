@@ -1,0 +1,255 @@
+"""Reading any Hugging Face decoder that is given rotations, knowing no architecture.
+
+A decoder computes cos and sin once and hands them to its attention layers as `position_embeddings`. A layer
+is asked what its queries and keys are under other rotations than the true ones, and stopped there:
+
+- under none (cos 1, sin 0) they are what the projections and norms gave: what a reader wants;
+- under a quarter turn (cos 0, sin 1) each channel shows its partner, so pairing and the channels that do not
+  turn are found, whatever the layout;
+- with another sin in each channel it shows which entry of cos and sin it uses.
+
+Rates and attention factor then follow from the true cos and sin at consecutive positions. So what is read
+is what the model does, not what its config says.
+
+Letters: B rows, T tokens, H heads, D head dim, r width of cos and sin, N values of a channel.
+"""
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from phasewise.encodings import NoPE, RoPE
+from phasewise.frequencies import Explicit
+from phasewise.model.reading import Facts, Layer, Reader, Sink
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "gpt_neox")
+"""Model types held to be read exactly by the tests; others are read when they are built the same way."""
+
+ROTATION = "position_embeddings"
+ASKING = "phasewise-asking"
+PROBE_TOKENS = 4
+
+
+class _Answer(Exception):
+    """Raised to leave a layer as soon as it has told its queries and keys."""
+
+    def __init__(self, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> None:
+        self.q, self.k, self.options = q, k, options
+
+
+def _answer(_module: nn.Module, query: Tensor, key: Tensor, *_values: Any, **options: Any) -> None:
+    raise _Answer(query, key, options)
+
+
+AttentionInterface.register(ASKING, _answer)
+
+
+class HFReader(Reader):
+    """Reads a decoder of transformers with rotary positions.
+
+    Raises ValueError, at the first reading, for a model none of whose layers is given rotations, or whose
+    layers do something else with them than turning channels in pairs.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config()
+        self.facts = Facts(
+            family=model.config.model_type,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            layers=config.num_hidden_layers,
+            vocab_size=config.vocab_size,
+            dtype=str(model.dtype).removeprefix("torch."),
+            trained_length=trained_length(config),
+        )
+        self._turnings: dict[nn.Module, _Turning] = {}
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, sink: Sink) -> None:
+        reached: list[int] = []
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = _Call.of(module, args, kwargs)
+            if call is None:
+                return
+            answer = call.ask(torch.ones_like(call.cos), torch.zeros_like(call.cos))
+            if module not in self._turnings:
+                self._turnings[module] = _turning(call, self.facts.family)
+            turning = self._turnings[module]
+            reached.append(turning.layer.index)
+            sink(turning.layer, turning.ordered(answer.q), turning.ordered(answer.k))
+
+        with ExitStack() as hooks:
+            for module in _takers(self.model):
+                handle = module.register_forward_pre_hook(before, with_kwargs=True)
+                hooks.callback(handle.remove)
+            self.model.base_model(input_ids=tokens.to(self.model.device), use_cache=False)
+        if not reached:
+            raise ValueError(
+                f"no layer of this {self.facts.family} model is given rotary positions: it has none, or its "
+                f"architecture is not read; read are {', '.join(FAMILIES)} and what is built like them"
+            )
+
+
+def trained_length(config: Any) -> int | None:
+    """Tokens a model was trained to attend over: the original length where its rope parameters name one."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    groups = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
+    originals = [group.get("original_max_position_embeddings") for group in groups]
+    known = [length for length in originals if length is not None]
+    return min(known) if known else getattr(config, "max_position_embeddings", None)
+
+
+def _takers(model: nn.Module) -> list[nn.Module]:
+    """The innermost modules that take rotations: attention layers, not the blocks around them."""
+    taking = {
+        name: module
+        for name, module in model.named_modules()
+        if ROTATION in inspect.signature(module.forward).parameters
+    }
+    return [
+        module
+        for name, module in taking.items()
+        if not any(other.startswith(f"{name}.") for other in taking if other != name)
+    ]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an attention layer that is about to happen, and can be tried with other rotations."""
+
+    module: nn.Module
+    signature: inspect.Signature
+    arguments: Mapping[str, Any]
+    hidden: Tensor
+    cos: Tensor
+    sin: Tensor
+    sin_first: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call | None":
+        """None when the layer is given no rotation."""
+        signature = inspect.signature(module.forward)
+        arguments = signature.bind(*args, **kwargs).arguments
+        rotation = arguments.get(ROTATION)
+        if rotation is None:
+            return None
+        first, second = rotation
+        sin_first = not first[:, 0].any()  # at position 0, sin is 0 and cos is not
+        cos, sin = (second, first) if sin_first else (first, second)
+        return cls(module, signature, arguments, arguments["hidden_states"], cos, sin, sin_first)
+
+    def ask(self, cos: Tensor, sin: Tensor, hidden: Tensor | None = None) -> _Answer:
+        """Queries and keys under another rotation, with what else the layer tells its attention function."""
+        hidden = self.hidden if hidden is None else hidden
+        rotation = (sin, cos) if self.sin_first else (cos, sin)
+        changed = {**self.arguments, "hidden_states": hidden, ROTATION: rotation}
+        call = inspect.BoundArguments(self.signature, changed)  # type: ignore[arg-type]
+        try:
+            with _asking(self.module.config):
+                self.module.forward(*call.args, **call.kwargs)
+        except _Answer as answer:
+            return answer
+        raise ValueError(
+            f"{type(self.module).__name__} computes attention by itself, not through transformers' attention "
+            f"interface, and is not read; read are {', '.join(FAMILIES)} and what is built like them"
+        )
+
+
+@contextmanager
+def _asking(config: Any) -> Iterator[None]:
+    chosen = config._attn_implementation
+    config._attn_implementation = ASKING
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
+
+
+@dataclass(frozen=True)
+class _Turning:
+    """How a layer turns its channels: an encoding of ours, and the order that makes pairs half-split."""
+
+    layer: Layer
+    order: Tensor
+
+    def ordered(self, x: Tensor) -> Tensor:
+        in_order = torch.equal(self.order, torch.arange(len(self.order)))
+        return x if in_order else x.index_select(-1, self.order.to(x.device))
+
+
+def _turning(call: _Call, family: str) -> _Turning:
+    index = getattr(call.module, "layer_idx", None)
+    if index is None or call.cos.ndim != 3:
+        raise ValueError(f"{family} gives its layers rotations of another form and is not read")
+    generator = torch.Generator().manual_seed(0)
+    sample = torch.randn(1, PROBE_TOKENS, call.hidden.shape[-1], generator=generator).to(call.hidden)
+    one = torch.ones_like(call.cos[:1, :1]).expand(1, PROBE_TOKENS, -1).contiguous()
+    still, quarter = call.ask(one, one * 0, sample), call.ask(one * 0, one, sample)
+    counting = call.ask(one * 0, one * torch.arange(1, one.shape[-1] + 1).to(one), sample)
+    channels = [torch.cat([answer.q, answer.k], 1).flatten(0, 2) for answer in (still, quarter, counting)]
+    pairs, passing = _pairs(channels[0].float(), channels[1].float(), family)
+    if len(passing) == still.q.shape[-1]:
+        rates, factor = (), 1.0
+    else:
+        all_rates, factor = _rates(call.cos[0], call.sin[0])
+        entries = _entries(channels[0].double(), channels[2].double(), pairs)
+        rates = tuple(all_rates[entry] for entry in entries)
+    order = [first for first, _ in pairs] + [second for _, second in pairs] + passing
+    layer = Layer(
+        index,
+        _encoding(rates, factor, head_dim=still.q.shape[-1]),
+        scale=still.options.get("scaling"),
+        window=still.options.get("sliding_window"),
+        softcap=still.options.get("softcap"),
+    )
+    return _Turning(layer, torch.tensor(order))
+
+
+def _pairs(still: Tensor, quarter: Tensor, family: str) -> tuple[list[tuple[int, int]], list[int]]:
+    """Pairs (i, j) that a quarter turn takes to (-j, i), and channels that it leaves; inputs [N, D]."""
+    width = still.shape[1]
+    stays = (still == quarter).all(0)
+    minus = (quarter[:, :, None] == -still[:, None, :]).all(0) & ~stays[:, None]
+    plus = (quarter[:, :, None] == still[:, None, :]).all(0) & ~stays[:, None]
+    pairs = [(i, j) for i, j in (minus & plus.T).nonzero().tolist()]
+    passing = stays.nonzero().flatten().tolist()
+    if sorted([*passing, *(channel for pair in pairs for channel in pair)]) != list(range(width)):
+        raise ValueError(f"the layers of this {family} model do not turn their channels in pairs; not read")
+    return pairs, passing
+
+
+def _entries(still: Tensor, counting: Tensor, pairs: list[tuple[int, int]]) -> list[int]:
+    """The entry of cos and sin that each pair uses: its sin was 1 + entry. Inputs [N, D]."""
+    first, second = (torch.tensor(channels) for channels in zip(*pairs, strict=True))
+    moved = -(counting[:, first] * still[:, second]).sum(0) / still[:, second].square().sum(0)
+    return (moved.round().long() - 1).tolist()
+
+
+def _rates(cos: Tensor, sin: Tensor) -> tuple[list[float], float]:
+    """Radians per position of each entry, and the attention factor, from cos and sin [T, r] of 0, 1, 2, ..
+
+    The angle at twice the distance doubles the precision of the rate: the whole turns are known by then.
+    """
+    wide_cos, wide_sin = cos.double(), sin.double()
+    angle = torch.atan2(wide_sin, wide_cos)
+    rate, place = angle[1], 2
+    while place < len(angle):
+        turns = ((rate * place - angle[place]) / (2 * math.pi)).round()
+        rate, place = (angle[place] + turns * 2 * math.pi) / place, 2 * place
+    return rate.tolist(), torch.hypot(wide_cos, wide_sin).mean().item()
+
+
+def _encoding(rates: tuple[float, ...], factor: float, *, head_dim: int) -> RoPE | NoPE:
+    if not rates:
+        return NoPE()
+    share = 2 * len(rates) / head_dim
+    fraction = share if int(head_dim * share) == 2 * len(rates) else math.nextafter(share, 1.0)
+    return RoPE(head_dim=head_dim, frequencies=Explicit(values=rates, attention=factor), fraction=fraction)

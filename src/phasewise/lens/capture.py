@@ -1,0 +1,66 @@
+"""A checkpoint on disk, Hugging Face's or of this library, as something that can be read."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from phasewise.model import folder as own
+from phasewise.model.reading import Reader, TransformerReader
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def open_checkpoint(
+    folder: str | Path,
+    *,
+    dtype: str | None = None,
+    trained_length: int | None = None,
+    device: str = "cpu",
+) -> Reader:
+    """The model in `folder`, ready to be read; Hugging Face's config.json names a model_type, ours does not.
+
+    dtype: float32, bfloat16 or float16; None: as stored. trained_length: only for models of this library,
+    whose config does not say it.
+
+    Raises ValueError for a folder that holds no whole model, weights that are not finite, an architecture
+    that is not read, and options that do not apply.
+    """
+    folder = Path(folder)
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder}; give the folder of a checkpoint")
+    if not _is_hugging_face(folder):
+        return _own(folder, dtype, trained_length, device)
+    if trained_length is not None:
+        raise ValueError("a Hugging Face config has its trained length; leave trained_length out")
+    try:
+        from phasewise.hf.checkpoint import load
+        from phasewise.hf.reading import HFReader
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
+        ) from error
+    return HFReader(load(folder, dtype=None if dtype is None else DTYPES[dtype], device=device))
+
+
+def _own(folder: Path, dtype: str | None, trained_length: int | None, device: str) -> TransformerReader:
+    model = own.load(folder, device=device)
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken")
+    if dtype is not None:
+        model.to(DTYPES[dtype])
+    return TransformerReader(model, trained_length=trained_length)
+
+
+def _is_hugging_face(folder: Path) -> bool:
+    config = folder / own.CONFIG
+    if not config.is_file():
+        raise ValueError(f"{folder} has no {own.CONFIG}; give the folder of a checkpoint")
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{config} is not JSON: {error}") from error
+    return isinstance(content, dict) and "model_type" in content
