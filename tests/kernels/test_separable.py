@@ -154,7 +154,7 @@ def exact(case: Case, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     some = some.squeeze(-1).expand_as(lse)
     loss = (out * inputs.dout.to(out.dtype)).sum() + (torch.where(some, lse, 0.0) * inputs.dlse).sum()
     grads = torch.autograd.grad(loss, list(leaves.values()))
-    return {"out": out, "lse": torch.where(some, lse, -1e30), **dict(zip(leaves, grads, strict=True))}
+    return {"out": out, "lse": torch.where(some, lse.float(), -1e30).double(), **dict(zip(leaves, grads, strict=True))}
 
 
 def scale_of(case: Case) -> float:
@@ -339,6 +339,7 @@ def test_gpu_graphs_capture_forward_and_backward(width):
     assert all(torch.equal(expected[name], captured[name]) for name in expected)
 
 
+@pytest.mark.skipif(GPU, reason="small tiles, for the interpreter; the matrix of the GPU has its own")
 @pytest.mark.parametrize("case", STORED, ids=str)
 def test_stored_score_gradients_give_the_same_gradients(case, monkeypatch):
     choose = tiles.launch

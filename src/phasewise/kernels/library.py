@@ -79,15 +79,18 @@ def separable_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dphase
     q2, k2 = _prepared(q, k, q_angle, k_angle, phase, preparation, factor)
     masks = {"scale": scale, "causal": causal, "window": window}
-    if body == "cudnn" and dlse is not None:
-        body = "triton"  # cuDNN's backward takes no gradient of the log-sum-exp
+    grouped = q.shape[1] != k.shape[1] and q2.shape[3] != v.shape[3]
+    if (body == "cudnn" and dlse is not None) or (body == "flash" and grouped):
+        # What their backwards refuse: a gradient of the log-sum-exp; unequal widths with grouped heads.
+        body = "triton"
     row = launch(f"separable.{body}.backward", q2, qk=q2.shape[3], v=v.shape[3], length=k.shape[2])
     plain = window is None and slopes is None and q_index is None and q_segment is None
     plain = plain and k_index is None and k_segment is None and q.shape[2] == k.shape[2]
     if row["body"] == "stored" and plain:
         polar = None
         if q_angle is not None and k_angle is not None and preparation != "rope":
-            polar = stored.Polar(q, k, q_angle, k_angle, phase, preparation)
+            q_turn, k_turn = prepare.Turn.of(q_angle, phase), prepare.Turn.of(k_angle, None)
+            polar = stored.Polar(q, k, q_turn, k_turn, preparation)
         dq, dk, dv, turned = stored.backward(q2, k2, v, out, lse, dout, dlse, scale=scale, causal=causal, polar=polar)
         if polar is not None:
             return dq, dk, dv, dphase if turned is None else turned
@@ -104,9 +107,10 @@ def separable_backward(
     if preparation == "rope":
         dq, dk = prepare.rotate(dq, q_angle, factor, back=True), prepare.rotate(dk, k_angle, factor, back=True)
         return dq, dk, dv, dphase
-    dq, dphase_or_none = prepare.polar_backward(q, q_angle, phase, preparation, dq)
-    dk, _ = prepare.polar_backward(k, k_angle, None, preparation, dk)
-    return dq, dk, dv, dphase if dphase_or_none is None else dphase_or_none
+    raw_dq, raw_dk = prepare.expanded_like(q, q.shape[3]), prepare.expanded_like(k, k.shape[3])
+    turned = prepare.polar_backward(q, prepare.Turn.of(q_angle, phase), preparation, dq, raw_dq)
+    prepare.polar_backward(k, prepare.Turn.of(k_angle, None), preparation, dk, raw_dk)
+    return raw_dq, raw_dk, dv, dphase if turned is None else turned
 
 
 @separable_backward.register_fake

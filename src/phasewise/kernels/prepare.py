@@ -5,6 +5,8 @@ end. Angles arrive reduced to [-pi, pi] and are shared by the heads, so a progra
 `HEADS` of them. Nothing but the raw input is needed for the gradients.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -92,40 +94,38 @@ def polar_kernel(
 @triton.jit
 def polar_backward_kernel(
     x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, partial_ptr,
-    angle_ptr, angle_row, phase_cos_ptr, phase_sin_ptr, H, T, D,
-    KIND: tl.constexpr, PHASE: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    cos_ptr, sin_ptr, turn_row, phase_cos_ptr, phase_sin_ptr, T, D,
+    KIND: tl.constexpr, PHASE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and, per program, of the phases: partial [programs, H, D], summed by the caller."""
-    b = tl.program_id(1).to(tl.int64)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """Gradients of x for TILES tiles of one head and, per program, of its phases: partial [B, programs, H, D]."""
+    h = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
     c = tl.arange(0, BLOCK_D)
-    inside = (t[:, None] < T) & (c[None, :] < D)
-    first = tl.program_id(2) * HEADS
-    x = tl.load(tile_of(x_ptr, x_strides, b, first, t, c), inside, other=0.0)
-    grad_at = tile_of(grad_ptr, grad_strides, b, first, t, c)
-    grad_cos = tl.load(grad_at, inside, other=0.0)
-    grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0)
-    cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, D)
-    program = b * tl.num_programs(0) + tl.program_id(0)
-    for head in range(HEADS):
-        h = first + head
-        more = inside & (h + 1 < H)
-        next_x = tl.load(tile_of(x_ptr, x_strides, b, h + 1, t, c), more, other=0.0)
-        grad_at = tile_of(grad_ptr, grad_strides, b, h + 1, t, c)
-        next_cos = tl.load(grad_at, more, other=0.0)
-        next_sin = tl.load(grad_at + D * grad_strides[3], more, other=0.0)
-        mu, slope = magnitude(x.to(tl.float32), KIND)
-        head_cos, head_sin = cos, sin
+    t = tl.program_id(0) * TILES * BLOCK_T + tl.arange(0, BLOCK_T)
+    if PHASE:
+        phase_cos = tl.load(phase_cos_ptr + h * D + c, c < D, other=1.0)[None, :]
+        phase_sin = tl.load(phase_sin_ptr + h * D + c, c < D, other=0.0)[None, :]
+        turned = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for _ in tl.range(0, TILES, num_stages=2):
+        inside = (t[:, None] < T) & (c[None, :] < D)
+        grad_at = tile_of(grad_ptr, grad_strides, b, h, t, c)
+        turn_at = b * turn_row + t[:, None].to(tl.int64) * D + c[None, :]
+        x = tl.load(tile_of(x_ptr, x_strides, b, h, t, c), inside, other=0.0).to(tl.float32)
+        grad_cos = tl.load(grad_at, inside, other=0.0).to(tl.float32)
+        grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + turn_at, inside, other=0.0)
+        sin = tl.load(sin_ptr + turn_at, inside, other=0.0)
         if PHASE:
-            head_cos, head_sin = turn_back(cos, sin, phase_cos_ptr, phase_sin_ptr, h, c, H, D)
-        grad_cos = grad_cos.to(tl.float32)
-        grad_sin = grad_sin.to(tl.float32)
-        dx = (grad_cos * head_cos + grad_sin * head_sin) * slope
-        tl.store(tile_of(dx_ptr, dx_strides, b, h, t, c), dx.to(dx_ptr.dtype.element_ty), inside & (h < H))
+            cos, sin = cos * phase_cos + sin * phase_sin, sin * phase_cos - cos * phase_sin
+        mu, slope = magnitude(x, KIND)
+        dx = (grad_cos * cos + grad_sin * sin) * slope
+        tl.store(tile_of(dx_ptr, dx_strides, b, h, t, c), dx.to(dx_ptr.dtype.element_ty), inside)
         if PHASE:
-            turned = tl.where(inside, mu * (grad_cos * head_sin - grad_sin * head_cos), 0.0)
-            tl.store(partial_ptr + (program * H + h) * D + c, tl.sum(turned, 0), (c < D) & (h < H))
-        x, grad_cos, grad_sin = next_x, next_cos, next_sin
+            turned += mu * (grad_cos * sin - grad_sin * cos)
+        t += BLOCK_T
+    if PHASE:
+        row = (b * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + h
+        tl.store(partial_ptr + row * D + c, tl.sum(turned, 0), c < D)
 
 
 @triton.jit
@@ -193,23 +193,46 @@ def polar(x: Tensor, angle: Tensor, phase: Tensor | None, kind: str) -> Tensor:
     return out
 
 
-def polar_backward(
-    x: Tensor, angle: Tensor, phase: Tensor | None, kind: str, grad: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and of the phase (float32 `[H, D]`), given that of `polar`'s output; no atomics."""
+@dataclass(frozen=True)
+class Turn:
+    """float32 cosines and sines `[B | 1, T, D]` of PoPE's angles, and `[H, D]` of its phases or None."""
+
+    cos: Tensor
+    sin: Tensor
+    phase: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, angle: Tensor, phase: Tensor | None) -> "Turn":
+        angle = angle.contiguous()
+        return cls(angle.cos(), angle.sin(), None if phase is None else (phase.cos(), phase.sin()))
+
+    def part(self, rows: slice, heads: slice) -> "Turn":
+        """The turn of some rows and heads."""
+        shared = self.cos.shape[0] == 1
+        phase = self.phase and (self.phase[0][heads], self.phase[1][heads])
+        return Turn(self.cos if shared else self.cos[rows], self.sin if shared else self.sin[rows], phase)
+
+
+def polar_backward(x: Tensor, turn: Turn, kind: str, grad: Tensor, dx: Tensor) -> Tensor | None:
+    """Write the gradient of x into dx, given that of `polar`'s output; return that of the phase, `[H, D]`.
+
+    No atomics: programs leave partial sums, which are added in a fixed order.
+    """
     rows, heads, length, width = x.shape
-    dx = expanded_like(x, width)
     block_d = triton.next_power_of_2(width)
-    grid, meta = _grid(x, block_d)
+    block_t = max(1, 2048 // block_d)
+    tiles = 8 if length * rows * heads * block_d > 2**22 else 1
+    programs = triton.cdiv(length, block_t * tiles)
     partial = None
-    if phase is not None:
-        partial = torch.empty(grid[0] * rows, heads, width, dtype=torch.float32, device=x.device)
-    polar_backward_kernel[grid](
+    if turn.phase is not None:
+        partial = torch.empty(rows, programs, heads, width, dtype=torch.float32, device=x.device)
+    polar_backward_kernel[(programs, heads, rows)](
         x, x.stride(), grad, grad.stride(), dx, dx.stride(), partial,
-        angle, angle.stride(0) if angle.shape[0] > 1 else 0, *_turn(phase),
-        heads, length, width, KIND=kind, PHASE=phase is not None, BLOCK_D=block_d, **meta,
+        turn.cos, turn.sin, turn.cos.stride(0) if turn.cos.shape[0] > 1 else 0, *(turn.phase or (None, None)),
+        length, width, KIND=kind, PHASE=turn.phase is not None, TILES=tiles, BLOCK_T=block_t, BLOCK_D=block_d,
+        num_warps=8,
     )  # fmt: skip
-    return dx, None if partial is None else partial.sum(0)
+    return None if partial is None else partial.sum((0, 1))
 
 
 def rotate(x: Tensor, angle: Tensor, factor: float, *, back: bool = False) -> Tensor:

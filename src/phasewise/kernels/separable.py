@@ -55,7 +55,8 @@ def unsupported(
         if not _TRITON:
             return "triton is not installed; `pip install phasewise[gpu]`"
         if device == "cuda":
-            return None if (capability or (0, 0)) >= (8, 0) else f"triton needs compute capability 8.0, not {capability}"
+            recent = capability is not None and capability[0] >= 8
+            return None if recent else f"triton needs compute capability 8.0, not {capability}"
         return None if _INTERPRETED else f"triton needs a CUDA device, not {device}"
     if device != "cuda":
         return f"{body} needs a CUDA device, not {device}"
@@ -66,14 +67,14 @@ def unsupported(
     if sloped:
         return f"{body} takes no slopes; triton does"
     if body == "flash":
-        if capability != (9, 0):
+        if capability is None or capability[0] != 9:
             return f"flash serves compute capability 9.0 here, not {capability}"
         if qk_width > 256 or v_width > 256:
             return f"flash takes widths up to 256, not {qk_width} and {v_width}"
         if not _FLASH:
             return "flash-attn-4 is not installed; `pip install phasewise[flash]`"
         return None
-    if (capability or (0, 0)) < (9, 0):
+    if capability is None or capability[0] < 9:
         return f"cudnn needs compute capability 9.0, not {capability}"
     if window is not None:
         return "cudnn takes no window; triton and flash do"

@@ -9,6 +9,7 @@ being T rounded up to whole key tiles; causal blocks shrink along the diagonal.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phasewise.kernels.body import load_row_statistics, load_tile, probability, row_deltas
-from phasewise.kernels.prepare import expanded_like, magnitude, tile_of, turn_back
+from phasewise.kernels.prepare import Turn, expanded_like, polar_backward, tile_of
 from phasewise.kernels.tiles import block_width, describe, launch
 
 
@@ -93,75 +94,33 @@ def score_grad_kernel(
 
 
 @triton.jit
-def store_halves(
-    first, second, out_ptr, out_strides, partial_ptr, partial_row, b, h, rows, T, E,
-    x_ptr, x_strides, cos_ptr, sin_ptr, turn_row, phase_cos_ptr, phase_sin_ptr, H,
-    KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """A gradient in two halves [M, HALF]: as it is, or (KIND) carried back through PoPE's Cartesian form."""
-    c = tl.arange(0, BLOCK_H)
-    out_at = tile_of(out_ptr, out_strides, b, h, rows, c)
-    kind = out_ptr.dtype.element_ty
-    inside = (rows[:, None] < T) & (c[None, :] < HALF)
-    if KIND == "none":
-        tl.store(out_at, first.to(kind), inside)
-        tl.store(out_at + HALF * out_strides[3], second.to(kind), inside & (c[None, :] < E - HALF))
-    else:
-        turn_at = b.to(tl.int64) * turn_row + rows[:, None].to(tl.int64) * HALF + c[None, :]
-        cos = tl.load(cos_ptr + turn_at, inside, other=0.0)
-        sin = tl.load(sin_ptr + turn_at, inside, other=0.0)
-        if phase_cos_ptr is not None:
-            cos, sin = turn_back(cos, sin, phase_cos_ptr, phase_sin_ptr, h, c, H, HALF)
-        x = tl.load(tile_of(x_ptr, x_strides, b, h, rows, c), inside, other=0.0).to(tl.float32)
-        mu, slope = magnitude(x, KIND)
-        tl.store(out_at, ((first * cos + second * sin) * slope).to(kind), inside)
-        if phase_cos_ptr is not None:
-            turned = tl.where(inside, mu * (first * sin - second * cos), 0.0)
-            tl.store(partial_ptr + (partial_row * H + h) * HALF + c, tl.sum(turned, 0), c < HALF)
-
-
-@triton.jit
-def load_half(descriptor, b, h, first, column):
-    """Rows `[first, first + rows)` and columns from `column` on of one head as a matrix."""
-    block: tl.constexpr = descriptor.block_shape
-    return descriptor.load([b, h, first, column]).reshape(block[2], block[3])
-
-
-@triton.jit
 def query_product_kernel(
-    ds_desc, k_desc, dq_ptr, dq_strides, partial_ptr, x_ptr, x_strides, cos_ptr, sin_ptr, turn_row,
-    phase_cos_ptr, phase_sin_ptr, first_head, KEY_HEADS, GROUP, T, E, scale,
-    CAUSAL: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    ds_desc, k_desc, dq_ptr, dq_strides, first_row, first_query_head, first_head, KEY_HEADS, GROUP, T, E, scale,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k for a chunk of heads, BLOCK_K of a key tile's BLOCK_N keys at a time."""
-    tile_m = tl.num_programs(1) - 1 - tl.program_id(1)
-    m = tile_m * BLOCK_M
+    m = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     tiles = tl.cdiv(T, BLOCK_N)
     head = first_head * GROUP + tl.program_id(0)
     b = head // (KEY_HEADS * GROUP)
     h = head % (KEY_HEADS * GROUP)
     head_rows = (tiles * (tiles + 1) // 2 if CAUSAL else tiles * tiles) * BLOCK_N
     base = tl.program_id(0) * head_rows + m
-    first = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    second = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     for n in tl.range(0, tl.minimum(m + BLOCK_M, T) if CAUSAL else T, BLOCK_K):
         ds = ds_desc.load([base + block_row(n // BLOCK_N, tiles, BLOCK_N, CAUSAL), n % BLOCK_N])
-        first = tl.dot(ds, load_half(k_desc, b, h // GROUP, n, 0), first, input_precision="ieee")
-        second = tl.dot(ds, load_half(k_desc, b, h // GROUP, n, HALF), second, input_precision="ieee")
-    store_halves(
-        first * scale, second * scale, dq_ptr, dq_strides, partial_ptr, b * tl.num_programs(1) + tile_m, b, h,
-        m + tl.arange(0, BLOCK_M), T, E, x_ptr, x_strides, cos_ptr, sin_ptr, turn_row,
-        phase_cos_ptr, phase_sin_ptr, KEY_HEADS * GROUP, KIND, HALF, BLOCK_H,
-    )  # fmt: skip
+        k = load_tile(k_desc, b, h // GROUP, n)
+        dq = tl.dot(ds, k, dq, input_precision="ieee")
+    t = m + tl.arange(0, BLOCK_M)
+    e = tl.arange(0, BLOCK_E)
+    dq_at = tile_of(dq_ptr, dq_strides, (b - first_row).to(tl.int64), h - first_query_head, t, e)
+    tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), (t[:, None] < T) & (e[None, :] < E))
 
 
 @triton.jit
 def key_product_kernel(
-    ds_desc, q_desc, dk_ptr, dk_strides, x_ptr, x_strides, cos_ptr, sin_ptr, turn_row,
-    first_head, KEY_HEADS, GROUP, T, E, scale,
-    CAUSAL: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ds_desc, q_desc, dk_ptr, dk_strides, first_row, first_key_head, first_head, KEY_HEADS, GROUP, T, E, scale,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dk = scale ds^T q for a chunk of key heads."""
     tile = tl.program_id(1)
@@ -171,18 +130,17 @@ def key_product_kernel(
     key = head % KEY_HEADS
     n = tile * BLOCK_N
     head_rows = (tiles * (tiles + 1) // 2 if CAUSAL else tiles * tiles) * BLOCK_N
-    first = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
-    second = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)
+    dk = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     for member in range(GROUP):
         base = (tl.program_id(0) * GROUP + member) * head_rows + block_row(tile, tiles, BLOCK_N, CAUSAL)
         for m in tl.range(n if CAUSAL else 0, T, BLOCK_M):
-            ds = ds_desc.load([base + m, 0]).T
-            first = tl.dot(ds, load_half(q_desc, b, key * GROUP + member, m, 0), first, input_precision="ieee")
-            second = tl.dot(ds, load_half(q_desc, b, key * GROUP + member, m, HALF), second, input_precision="ieee")
-    store_halves(
-        first * scale, second * scale, dk_ptr, dk_strides, None, 0, b, key, n + tl.arange(0, BLOCK_N), T, E,
-        x_ptr, x_strides, cos_ptr, sin_ptr, turn_row, None, None, KEY_HEADS, KIND, HALF, BLOCK_H,
-    )  # fmt: skip
+            ds = ds_desc.load([base + m, 0])
+            q = load_tile(q_desc, b, key * GROUP + member, m)
+            dk = tl.dot(ds.T, q, dk, input_precision="ieee")
+    s = n + tl.arange(0, BLOCK_N)
+    e = tl.arange(0, BLOCK_E)
+    dk_at = tile_of(dk_ptr, dk_strides, (b - first_row).to(tl.int64), key - first_key_head, s, e)
+    tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), (s[:, None] < T) & (e[None, :] < E))
 
 
 @dataclass(frozen=True)
@@ -191,10 +149,20 @@ class Polar:
 
     q: Tensor
     k: Tensor
-    q_angle: Tensor
-    k_angle: Tensor
-    phase: Tensor | None
+    q_turn: Turn
+    k_turn: Turn
     kind: str
+
+
+def chunks(rows: int, heads: int, at_once: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and heads in pieces of about `at_once` heads: whole rows, or heads of one row."""
+    if at_once >= heads:
+        step = max(1, at_once // heads)
+        yield from ((slice(row, min(row + step, rows)), slice(0, heads)) for row in range(0, rows, step))
+    else:
+        for row in range(rows):
+            starts = range(0, heads, at_once)
+            yield from ((slice(row, row + 1), slice(head, min(head + at_once, heads))) for head in starts)
 
 
 def backward(
@@ -203,13 +171,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of q, k, v (and None), or with `polar` of the raw q, k, v and the phase.
 
-    For as many queries as keys, no window, no positions and no slopes.
+    For as many queries as keys, no window, no positions and no slopes. With `polar` a chunk's wide gradients are
+    carried back at once, so that no more than a chunk of them exists.
     """
     rows, heads, length, width = q.shape
     key_heads, value_width = v.shape[1], v.shape[3]
     group = heads // key_heads
-    half = block_width(width) // 2 if polar is None else polar.q.shape[3]
-    block_e, block_d, block_h = block_width(width), block_width(value_width), block_width(half)
+    block_e, block_d = block_width(width), block_width(value_width)
     delta = row_deltas(out, dout, dlse)
     meta, query_meta, key_meta = (
         launch(f"separable.{name}", q, qk=width, v=value_width, length=length)
@@ -219,53 +187,46 @@ def backward(
     assert block_n % block_m == 0 and block_n % query_meta["BLOCK_M"] == 0, "query tiles end where key tiles do"
     assert block_m % key_meta["BLOCK_M"] == 0, "the key product reads only rows that were written"
     tiles = triton.cdiv(length, block_n)
-    query_tiles = triton.cdiv(length, query_meta["BLOCK_M"])
-    if polar is None:
-        dq, dk = expanded_like(q, width), expanded_like(k, width)
-        partial = None
-        q_raw = k_raw = (None, (0, 0, 0, 0), None, None, 0)
-        turn = (None, None)
-    else:
-        dq, dk = expanded_like(q, half), expanded_like(k, half)
-        turn = (None, None) if polar.phase is None else (polar.phase.cos(), polar.phase.sin())
-        partial = None
-        if polar.phase is not None:
-            partial = torch.empty(rows * query_tiles, heads, half, dtype=torch.float32, device=q.device)
-        q_raw, k_raw = _raw(polar.q, polar.q_angle), _raw(polar.k, polar.k_angle)
-    dv = expanded_like(v, value_width)
+    raw_q, raw_k = (q, k) if polar is None else (polar.q, polar.k)
+    dq, dk, dv = (expanded_like(x, x.shape[3]) for x in (raw_q, raw_k, v))
+    dphase = None if polar is None or polar.q_turn.phase is None else torch.zeros_like(polar.q_turn.phase[0])
     head_rows = (tiles * (tiles + 1) // 2 if causal else tiles * tiles) * block_n
     # As many key heads at a time as the raw q and k take memory, at least one.
-    chunk = round((q.numel() + k.numel()) / (2 * group * head_rows * block_n))
-    chunk = max(1, min(rows * key_heads, chunk))
-    ds = torch.empty(chunk * group * head_rows, block_n, dtype=q.dtype, device=q.device)
+    pieces = list(chunks(rows, key_heads, max(1, round((q.numel() + k.numel()) / (2 * group * head_rows * block_n)))))
+    largest = max((r.stop - r.start) * (h.stop - h.start) for r, h in pieces)
+    ds = torch.empty(largest * group * head_rows, block_n, dtype=q.dtype, device=q.device)
 
     def stored(queries: int, keys: int = block_n) -> TensorDescriptor:
         return TensorDescriptor(ds, list(ds.shape), [block_n, 1], [queries, keys])
 
     shared = {"KEY_HEADS": key_heads, "GROUP": group, "T": length, "CAUSAL": causal}
-    products = {
-        "E": width, "scale": scale, "KIND": "none" if polar is None else polar.kind, "HALF": half, "BLOCK_H": block_h,
-        "BLOCK_N": block_n,
-    }  # fmt: skip
+    products = {"E": width, "scale": scale, "BLOCK_N": block_n, "BLOCK_E": block_e}
     q_tiles, k_tiles = describe(q, block_m, block_e), describe(k, block_n, block_e)
     v_tiles, dout_tiles = describe(v, block_n, block_d), describe(dout, block_m, block_d)
-    k_halves, q_halves = describe(k, query_meta["BLOCK_K"], block_h), describe(q, key_meta["BLOCK_M"], block_h)
-    for first in range(0, rows * key_heads, chunk):
-        some = min(chunk, rows * key_heads - first)
-        score_grad_kernel[(some, tiles)](
+    k_product, q_product = describe(k, query_meta["BLOCK_K"], block_e), describe(q, key_meta["BLOCK_M"], block_e)
+    for some_rows, some_heads in pieces:
+        query_heads = slice(some_heads.start * group, some_heads.stop * group)
+        count = (some_rows.stop - some_rows.start) * (some_heads.stop - some_heads.start)
+        first = some_rows.start * key_heads + some_heads.start
+        wide_q, wide_k = dq[some_rows, query_heads], dk[some_rows, some_heads]
+        if polar is not None:
+            wide_q, wide_k = expanded_like(wide_q, width), expanded_like(wide_k, width)
+        score_grad_kernel[(count, tiles)](
             q_tiles, k_tiles, v_tiles, dout_tiles, stored(block_m), lse, delta, dv, dv.stride(), first,
             D=value_width, scale_log2=scale * math.log2(math.e), BLOCK_D=block_d, **shared, **meta,
         )  # fmt: skip
-        query_product_kernel[(some * group, query_tiles)](
-            stored(query_meta["BLOCK_M"], query_meta["BLOCK_K"]), k_halves, dq, dq.stride(), partial, *q_raw, *turn,
-            first, **products, **shared, **query_meta,
+        query_product_kernel[(count * group, triton.cdiv(length, query_meta["BLOCK_M"]))](
+            stored(query_meta["BLOCK_M"], query_meta["BLOCK_K"]), k_product, wide_q, wide_q.stride(),
+            some_rows.start, query_heads.start, first, **products, **shared, **query_meta,
         )  # fmt: skip
-        key_product_kernel[(some, tiles)](
-            stored(key_meta["BLOCK_M"]), q_halves, dk, dk.stride(), *k_raw, first, **products, **shared, **key_meta,
+        key_product_kernel[(count, tiles)](
+            stored(key_meta["BLOCK_M"]), q_product, wide_k, wide_k.stride(),
+            some_rows.start, some_heads.start, first, **products, **shared, **key_meta,
         )  # fmt: skip
-    return dq, dk, dv, None if partial is None else partial.sum(0)
-
-
-def _raw(x: Tensor, angle: Tensor) -> tuple[Tensor, tuple[int, ...], Tensor, Tensor, int]:
-    angle = angle.contiguous()
-    return x, x.stride(), angle.cos(), angle.sin(), angle.stride(0) if angle.shape[0] > 1 else 0
+        if polar is not None:
+            q_part, k_part = (some_rows, query_heads), (some_rows, some_heads)
+            turned = polar_backward(polar.q[q_part], polar.q_turn.part(*q_part), polar.kind, wide_q, dq[q_part])
+            polar_backward(polar.k[k_part], polar.k_turn.part(*k_part), polar.kind, wide_k, dk[k_part])
+            if dphase is not None:
+                dphase[query_heads] += turned
+    return dq, dk, dv, dphase
