@@ -99,14 +99,17 @@ def alpha_terms(tensors, alpha, options, dtype):
 
 
 def assert_within_budget(tensors, alpha=0.1, **options):
-    """At most twice the error of float32 arithmetic on the same inputs, plus the rounding of the dtype."""
+    """At most twice the error of float32 arithmetic on the same inputs, plus two roundings to the dtype.
+
+    One of the weights or score gradients that enter a product, one of its result.
+    """
     options = {**DEFAULTS, **options}
     exact = gradients(definition, tensors, alpha, options)
     eager = gradients(
         lambda *x, **o: definition(*x, **o, dtype=torch.float32), tensors, alpha, options
     )
     ours = gradients(tapa.attend, tensors, alpha, options)
-    rounding = torch.finfo(tensors[0].dtype).eps
+    rounding = 2 * torch.finfo(tensors[0].dtype).eps
     flow = tensors[0].shape[:3].numel() ** 0.5 * tensors[2].shape[3] ** 0.5
     # Gradients are differences of terms as large as what flows in and cannot be rounder than those; alpha's is one
     # sum of terms of both signs, so the error of its terms tells more than that of the sum.
@@ -188,7 +191,7 @@ def test_nothing_of_one_document_reaches_another():
     index, segment = packed([20, 28])
     at = {"q_index": index, "q_segment": segment, "k_index": index, "k_segment": segment}
     tensors = inputs(48, heads=1)
-    other = [torch.cat([torch.randn_like(x[:, :, :20]), x[:, :, 20:]], 2) for x in tensors]
+    other = [torch.cat([x[:, :, :20] + 1, x[:, :, 20:]], 2) for x in tensors]
     first, second = (gradients(tapa.attend, x, 0.1, {**DEFAULTS, **at}) for x in (tensors, other))
     for a, b in zip(first[:5], second[:5], strict=True):
         assert torch.equal(a[:, :, 20:], b[:, :, 20:])
@@ -296,14 +299,16 @@ def wave_probe(turns_ptr, cos_ptr, sin_ptr, FAST: tl.constexpr, BLOCK: tl.conste
     tl.store(sin_ptr + at, tapa_score.sine(turn, FAST))
 
 
-@pytest.mark.parametrize("size", [1.0, 10.0, 1e3, 1e5, 4e6])
-def test_cosine_and_sine_of_any_number_of_turns_are_good_to_a_millionth(size):
+@pytest.mark.parametrize("size", [1.0, 10.0, 1e3, 1e5])
+def test_cosine_and_sine_err_by_less_than_the_rounding_of_their_argument(size):
     turns = (torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 2 - 1).mul(size).to(DEVICE)
     cos, sin = torch.empty_like(turns), torch.empty_like(turns)
     wave_probe[(1,)](turns, cos, sin, FAST=GPU, BLOCK=4096)
     angle = 2 * math.pi * (turns.double() - turns.double().round())
-    assert (cos.double() - angle.cos()).abs().max() < 2e-6
-    assert (sin.double() - angle.sin()).abs().max() < 2e-6
+    bound = 1e-6 + (2.0**-23 * 2 * math.pi * size if GPU else 0.0)  # off the GPU turns are reduced exactly
+    assert size > 1e3 or bound < 1e-3
+    assert (cos.double() - angle.cos()).abs().max() < bound
+    assert (sin.double() - angle.sin()).abs().max() < bound
 
 
 def test_the_operator_passes_every_check_of_its_registration():
@@ -357,8 +362,9 @@ def test_what_it_cannot_run_is_named(change, message):
 
 
 def test_other_devices_are_named():
-    q = torch.empty(1, 1, 2, 32, device="meta")
-    assert "CUDA" in (tapa.unsupported(q, q, amplitude_dim=16) or "")
+    call = {"dtype": torch.float16, "qk_width": 32, "v_width": 32}
+    assert "CUDA" in (tapa.unsupported(device="meta", capability=None, **call) or "")
+    assert tapa.unsupported(device="cuda", capability=(9, 0), **call) is None
 
 
 @pytest.mark.skipif(not GPU, reason="captures a CUDA graph")

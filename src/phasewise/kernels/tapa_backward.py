@@ -35,33 +35,37 @@ from phasewise.kernels.tapa_score import (
 from phasewise.kernels.tiles import EMPTY, LOG2E, Places, block_width, describe, key_span, launch, load_places, query_span
 
 
-PADDING = 128  # a multiple of every block of queries
+PADDING = 128  # what the number of queries is rounded up to: a multiple of every block of them
 
 
 @triton.jit
 def statistics_kernel(
-    lse2_ptr, delta_ptr, lse_ptr, grad_lse_ptr, out, grad_out, H, T, padded, BLOCK_M: tl.constexpr
-):
+    lse2_ptr, delta_ptr, lse_ptr, grad_lse_ptr, out_ptr, grad_out_ptr,
+    stride_out_b, stride_out_h, stride_out_t, stride_out_d, stride_grad_b, stride_grad_h, stride_grad_t, stride_grad_d,
+    H, T, padded, V, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """What the passes read of a row, padded to whole tiles: the log-sum-exp to base 2 and delta.
 
     delta = out . grad_out - grad_lse is what the softmax subtracts from the gradient of its weights. Rows that see
     nothing or are padding have lse2 = +infinity, which makes their weights 0.
     """
-    tiles = tl.cdiv(padded, BLOCK_M)
+    tiles = padded // BLOCK_M
     row = (tl.program_id(0) // tiles).to(tl.int64)
-    first_m = tl.program_id(0) % tiles * BLOCK_M
-    offsets_m = first_m + tl.arange(0, BLOCK_M)
-    batch = tl.program_id(0) // tiles // H
-    head = tl.program_id(0) // tiles % H
-    here = load_tile(out, batch, head, first_m).to(tl.float32)
-    above = load_tile(grad_out, batch, head, first_m).to(tl.float32)
+    offsets_m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    offsets_v = tl.arange(0, BLOCK_V)
+    out_ptr += row // H * stride_out_b + row % H * stride_out_h
+    grad_out_ptr += row // H * stride_grad_b + row % H * stride_grad_h
+    at = offsets_m.to(tl.int64)[:, None]
+    inside = (offsets_m < T)[:, None] & (offsets_v < V)[None, :]
+    here = tl.load(out_ptr + at * stride_out_t + offsets_v * stride_out_d, inside, other=0.0).to(tl.float32)
+    above = tl.load(grad_out_ptr + at * stride_grad_t + offsets_v * stride_grad_d, inside, other=0.0).to(tl.float32)
     delta = tl.sum(here * above, 1)
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + row * T + offsets_m, offsets_m < T, other=0.0)
     lse = tl.load(lse_ptr + row * T + offsets_m, offsets_m < T, other=EMPTY)
     lse2 = tl.where(lse > 0.5 * EMPTY, lse * LOG2E, float("inf"))
-    tl.store(lse2_ptr + row * padded + offsets_m, lse2)
-    tl.store(delta_ptr + row * padded + offsets_m, delta)
+    tl.store(lse2_ptr + row * padded + offsets_m, lse2, offsets_m < padded)
+    tl.store(delta_ptr + row * padded + offsets_m, delta, offsets_m < padded)
 
 
 @triton.jit
@@ -325,13 +329,12 @@ def backward(
     block_v = block_width(v_width)
     shared = score.meta(q, k, places)
 
-    rows_at_once = max(16, 4096 // block_v)
     padded = triton.cdiv(queries, PADDING) * PADDING
     lse2, delta = lse.new_empty(2, batch, heads, padded)
-    statistics_kernel[(triton.cdiv(padded, rows_at_once) * batch * heads,)](
-        lse2, delta, lse, None if grad_lse is None else grad_lse.contiguous(),
-        describe(out, rows_at_once, block_v), describe(grad_out, rows_at_once, block_v), heads, queries, padded,
-        BLOCK_M=rows_at_once,
+    block = min(PADDING, 4096 // block_v)
+    statistics_kernel[(padded // block * batch * heads,)](
+        lse2, delta, lse, None if grad_lse is None else grad_lse.contiguous(), out, grad_out, *out.stride(),
+        *grad_out.stride(), heads, queries, padded, v_width, BLOCK_M=block, BLOCK_V=block_v,
     )  # fmt: skip
 
     meta = launch("tapa.query_grad", q, qk=width, v=v_width, length=keys)
