@@ -16,6 +16,7 @@ RANKS = {
     "encodings": 1,
     "blocked": 1,
     "kernels": 1,
+    "fused": 2,
     "reference": 2,
     "attention": 3,
     "model": 4,

@@ -6,7 +6,7 @@ Letters: B batch, Hq and Hkv query and key heads, T queries, S keys, D width of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from phasewise.encodings import ALiBi
 from phasewise.encodings.base import Encoding
+from phasewise.fused import BODIES, Call, Hardware, fused, obstacle
 from phasewise.positions import Positions, check_view, visible
 from phasewise.reference import reference
 
-Implementation = Literal["auto", "reference", "sdpa"]
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "reference", "sdpa")
+Implementation = Literal["auto", "reference", "sdpa", "triton", "flash", "cudnn"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "reference", "sdpa", "triton", "flash", "cudnn")
 
 MASK_LIMIT = 2**28  # largest mask or bias [rows, heads, T, S], in elements, that sdpa is given
 AUTO_LIMIT = 2**28  # largest T * S that auto hands to the reference: 16 384 queries on as many keys
@@ -32,27 +33,38 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A validated call. `plain`: no positions were given, so queries are the last T of keys 0..S-1."""
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding,
+    *,
+    q_at: Positions | None = None,
+    k_at: Positions | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    impl: Implementation = "auto",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    encoding: Encoding
-    q_at: Positions
-    k_at: Positions
-    plain: bool
-    causal: bool
-    window: int | None
-    scale: float | None
 
-    @property
-    def needs_mask(self) -> bool:
-        length, keys = self.q.shape[2], self.k.shape[2]
-        if not self.plain or (self.window is not None and self.window < keys):
-            return True
-        return self.causal and length not in (1, keys)
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding,
+    *,
+    q_at: Positions | None = None,
+    k_at: Positions | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    impl: Implementation = "auto",
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -78,9 +90,10 @@ def attention(
     causal, window: a key is seen when it is in the query's segment, not after the query, and nearer than
         `window` places. A query that sees nothing gives 0.
     scale: replaces the encoding's softmax scale (D^-1/2; for TAPA Da^-1/2).
-    impl: "reference" (plain PyTorch by query blocks), "sdpa" (torch's scaled_dot_product_attention), or
-        "auto" (see `choose`). Anything but auto runs or raises.
-    return_lse: also return the log-sum-exp of each query's scores, [B, Hq, T] ("reference" only).
+    impl: "reference" (plain PyTorch by query blocks), "sdpa" (torch's scaled_dot_product_attention), the
+        fused GPU kernels "triton" (ours), "flash" (flash-attn-4's) and "cudnn", or "auto" (see `choose`).
+        Anything but auto runs or raises.
+    return_lse: also return the log-sum-exp of each query's scores, [B, Hq, T]; -1e30 where nothing is seen.
 
     Returns [B, Hq, T, Dv] in v's dtype. Raises ValueError for shapes, dtypes, positions or an implementation
     that do not fit, saying what would.
@@ -91,9 +104,16 @@ def attention(
     torch.Size([1, 2, 5, 16])
     """
     call = _validate(q, k, v, encoding, q_at, k_at, causal=causal, window=window, scale=scale)
-    if _choose(call, impl, return_lse).impl == "sdpa":
+    chosen = _choose(call, impl, return_lse, Hardware.of(q)).impl
+    if chosen == "sdpa":
         return _sdpa(call)
-    out, lse = reference(q, k, v, encoding, call.q_at, call.k_at, causal=causal, window=window, scale=scale)
+    if chosen == "triton" or chosen == "flash" or chosen == "cudnn":
+        out, lse = fused(call, chosen)
+    else:
+        assert chosen == "reference"
+        out, lse = reference(
+            q, k, v, encoding, call.q_at, call.k_at, causal=causal, window=window, scale=scale
+        )
     return (out, lse) if return_lse else out
 
 
@@ -110,10 +130,16 @@ def choose(
     scale: float | None = None,
     impl: Implementation = "auto",
     return_lse: bool = False,
+    hardware: Hardware | None = None,
 ) -> Choice:
-    """What `attention` with these arguments runs, and why; a pure function of sizes, dtypes and devices.
+    """What `attention` with these arguments runs, and why; a pure function of sizes, dtypes and hardware.
 
-    Raises ValueError where `attention` would. Works on meta tensors.
+    On a CUDA device auto takes the first that runs of flash, cudnn and triton; otherwise sdpa where the
+    scores separate or add a bias; otherwise the reference, which it refuses above 2^28 pairs of a query and
+    a key.
+    `hardware` asks about another machine than the one q is on. Works on meta tensors.
+
+    Raises ValueError where `attention` would.
 
     >>> from phasewise.encodings import TAPA
     >>> q = torch.empty(1, 2, 5, 16, device="meta")
@@ -121,31 +147,50 @@ def choose(
     'reference'
     """
     call = _validate(q, k, v, encoding, q_at, k_at, causal=causal, window=window, scale=scale)
-    return _choose(call, impl, return_lse)
+    return _choose(call, impl, return_lse, Hardware.of(q) if hardware is None else hardware)
 
 
-def _choose(call: _Call, impl: Implementation, return_lse: bool) -> Choice:
+def _choose(call: Call, impl: Implementation, return_lse: bool, hardware: Hardware) -> Choice:
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"unknown impl {impl!r}; choose from {', '.join(IMPLEMENTATIONS)}")
-    obstacle = _sdpa_obstacle(call, return_lse)
-    if impl == "sdpa":
-        if obstacle:
-            raise ValueError(f"impl='sdpa' cannot run this: {obstacle}; use impl='reference'")
-        return Choice("sdpa", "asked for")
     if impl == "reference":
         return Choice("reference", "asked for")
-    if obstacle is None:
-        return Choice("sdpa", "the scores separate into a query's and a key's part, or add a bias")
+    if impl != "auto":
+        reason = _sdpa_obstacle(call, return_lse) if impl == "sdpa" else obstacle(call, impl, hardware)
+        if reason is not None:
+            raise ValueError(f"impl={impl!r} cannot run this: {reason}; impl='reference' runs everything")
+        return Choice(impl, "asked for")
+    passed_over = []
+    if hardware.device == "cuda":
+        for body in BODIES:
+            reason = obstacle(call, body, hardware)
+            if reason is None:
+                return Choice(body, "; ".join(["the fastest that runs this", *passed_over]))
+            passed_over.append(reason)
+    reason = _sdpa_obstacle(call, return_lse)
+    if reason is None:
+        return Choice(
+            "sdpa",
+            "; ".join(["the scores separate into a query's and a key's part, or add a bias", *passed_over]),
+        )
+    passed_over.append(f"sdpa: {reason}")
     length, keys = call.q.shape[2], call.k.shape[2]
     if length * keys > AUTO_LIMIT:
         raise ValueError(
-            f"{length} queries on {keys} keys would take the slow reference path, as sdpa cannot run this: "
-            f"{obstacle}; ask for it with impl='reference', or use fewer queries at a time"
+            f"{length} queries on {keys} keys are left to the slow reference ({'; '.join(passed_over)}); "
+            "ask for it with impl='reference', or use fewer queries at a time"
         )
-    return Choice("reference", obstacle)
+    return Choice("reference", "; ".join(passed_over))
 
 
-def _sdpa_obstacle(call: _Call, return_lse: bool) -> str | None:
+def _needs_mask(call: Call) -> bool:
+    length, keys = call.q.shape[2], call.k.shape[2]
+    if not call.plain or (call.window is not None and call.window < keys):
+        return True
+    return call.causal and length not in (1, keys)
+
+
+def _sdpa_obstacle(call: Call, return_lse: bool) -> str | None:
     """Why torch's scaled_dot_product_attention cannot compute this call; None when it can."""
     encoding, length, keys = call.encoding, call.q.shape[2], call.k.shape[2]
     if return_lse:
@@ -158,17 +203,17 @@ def _sdpa_obstacle(call: _Call, return_lse: bool) -> str | None:
     elif not encoding.separable(length):
         return f"{encoding.kind}'s scores with these settings do not separate into a query's and a key's part"
     else:
-        elements = rows * length * keys if call.needs_mask else 0
+        elements = rows * length * keys if _needs_mask(call) else 0
     if elements > MASK_LIMIT:
         return f"its mask would have {elements} elements, above {MASK_LIMIT}"
     return None
 
 
-def _sdpa(call: _Call) -> Tensor:
+def _sdpa(call: Call) -> Tensor:
     q, k, v, encoding = call.q, call.k, call.v, call.encoding
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     mask = empty = None
-    if call.needs_mask:
+    if _needs_mask(call):
         mask = visible(call.q_at, call.k_at, causal=call.causal, window=call.window)[:, None]
         empty = ~mask.any(-1, keepdim=True)
         mask = mask | empty
@@ -205,7 +250,7 @@ def _validate(
     causal: bool,
     window: int | None,
     scale: float | None,
-) -> _Call:
+) -> Call:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must be [batch, heads, length, width], but has shape {tuple(x.shape)}")
@@ -245,4 +290,4 @@ def _validate(
             raise ValueError(f"{name} is on {at.device}, but q is on {q.device}; use {name}.to(q.device)")
     check_view(q_at, k_at, window)
     encoding.check(heads, width, q_at.axes)
-    return _Call(q, k, v, encoding, q_at, k_at, plain, causal, window, scale)
+    return Call(q, k, v, encoding, q_at, k_at, plain, causal, window, scale)

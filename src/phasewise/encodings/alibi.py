@@ -27,7 +27,7 @@ class ALiBi(Encoding):
     For H no power of two: the slopes of the power below it, then every other slope of the power above it,
     as the authors do. Source: Press et al., arXiv 2108.12409.
 
-    >>> ALiBi(num_heads=4).slopes()
+    >>> ALiBi(num_heads=4).slopes().tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
 
@@ -43,11 +43,12 @@ class ALiBi(Encoding):
     def config(self) -> ALiBiConfig:
         return ALiBiConfig()
 
-    def slopes(self) -> list[float]:
-        """The slope of each head."""
+    def slopes(self, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The slope of each head, [H]."""
         whole = 2 ** math.floor(math.log2(self.num_heads))
-        between = [2.0 ** (-4 * (2 * h + 1) / whole) for h in range(self.num_heads - whole)]
-        return [2.0 ** (-8 * (h + 1) / whole) for h in range(whole)] + between
+        head = torch.arange(self.num_heads, device=device, dtype=torch.float64)
+        exponents = torch.where(head < whole, 8 * (head + 1), 4 * (2 * (head - whole) + 1)) / -whole
+        return torch.exp2(exponents).to(dtype)
 
     def check(self, num_heads: int, head_dim: int, axes: int) -> None:
         one_axis("ALiBi", axes)
@@ -56,8 +57,7 @@ class ALiBi(Encoding):
 
     def penalty(self, q_at: Positions, k_at: Positions, dtype: torch.dtype) -> Tensor:
         """m_h |t - s| as `dtype` [B or 1, H, T, S]."""
-        slopes = torch.tensor(self.slopes(), dtype=dtype, device=q_at.device)
-        return distances(q_at, k_at).to(dtype) * slopes[:, None, None]
+        return distances(q_at, k_at).to(dtype) * self.slopes(device=q_at.device, dtype=dtype)[:, None, None]
 
     def scores(
         self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions, *, scale: float | None = None

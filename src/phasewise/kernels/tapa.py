@@ -3,6 +3,7 @@
 Letters: B batch, H query heads, G key heads, T queries, S keys, D the width of q and k, V that of v.
 """
 
+import importlib.util
 import math
 import os
 from typing import Literal
@@ -12,6 +13,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256
+_TRITON = importlib.util.find_spec("triton") is not None
 
 _PLACES = "Tensor? q_index, Tensor? q_segment, Tensor? k_index, Tensor? k_segment"
 _SCORE = "int amplitude_dim, float scale, float unit, bool linear, bool causal, int? window"
@@ -55,9 +57,16 @@ def attend(
     seen. Both have gradients, the same bits at every repeat; second derivatives raise. Raises ValueError for what
     `unsupported` names. Source: Wang et al., arXiv 2509.12635.
     """
-    reason = unsupported(q, v, amplitude_dim=amplitude_dim, scale=scale)
+    width, v_width = q.shape[3], v.shape[3]
+    reason = unsupported(
+        device=q.device.type, capability=_capability(q.device), dtype=q.dtype, qk_width=width, v_width=v_width
+    )
     if reason is not None:
-        raise ValueError(f"the TAPA kernel cannot run this: {reason}")
+        raise ValueError(reason)
+    if not 0 < amplitude_dim < width:
+        raise ValueError(f"amplitude_dim must leave both parts a channel: from 1 to {width - 1}, not {amplitude_dim}")
+    if scale is not None and scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")
     if not isinstance(alpha, Tensor):
         alpha = torch.full((), alpha, dtype=torch.float32, device=q.device)
     unit = (2 * math.pi if two_pi else 1.0) * (q.shape[3] - amplitude_dim) ** -0.5
@@ -68,23 +77,33 @@ def attend(
     )  # fmt: skip
 
 
-def unsupported(q: Tensor, v: Tensor, *, amplitude_dim: int, scale: float | None = None) -> str | None:
-    """Why the kernel cannot take such tensors and what it would take, or None when it can."""
-    width = q.shape[3]
-    if q.dtype not in DTYPES:
-        return f"it is written for float32, float16 and bfloat16, not {q.dtype}"
-    if max(width, v.shape[3]) > WIDEST:
-        return f"its heads are at most {WIDEST} wide, not {max(width, v.shape[3])}"
-    if not 0 < amplitude_dim < width:
-        return f"amplitude_dim must leave both parts a channel: from 1 to {width - 1}, not {amplitude_dim}"
-    if scale is not None and not scale > 0:
-        return f"its scale must be positive, not {scale}"
-    if q.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(q.device)
-        return None if major >= 8 else f"it needs compute capability 8.0, and {q.device} has {major}.{minor}"
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return "bfloat16 products are wrong in Triton's interpreter" if q.dtype == torch.bfloat16 else None
-    return f"it needs a CUDA device, not {q.device.type}"
+def unsupported(
+    *, device: str, capability: tuple[int, int] | None, dtype: torch.dtype, qk_width: int, v_width: int
+) -> str | None:
+    """Why the kernel cannot serve such a call and what it would take, or None when it can.
+
+    device is a type ("cuda", "cpu"), capability its CUDA compute capability.
+
+    >>> unsupported(device="cuda", capability=(7, 0), dtype=torch.float16, qk_width=64, v_width=64)
+    "TAPA's kernel needs compute capability 8.0, not (7, 0)"
+    """
+    if dtype not in DTYPES:
+        return f"TAPA's kernel is written for float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if max(qk_width, v_width) > WIDEST:
+        return f"TAPA's kernel takes heads at most {WIDEST} wide, not {max(qk_width, v_width)}"
+    if not _TRITON:
+        return "triton is not installed; `pip install phasewise[gpu]`"
+    if device == "cuda":
+        enough = (capability or (0, 0)) >= (8, 0)
+        return None if enough else f"TAPA's kernel needs compute capability 8.0, not {capability}"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return "bfloat16 products are wrong in Triton's interpreter" if dtype == torch.bfloat16 else None
+    return f"TAPA's kernel needs a CUDA device, not {device}"
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _tapa(

@@ -1,0 +1,206 @@
+"""Which fused kernel may stand in for which encoding: the one table, and what each entry hands over.
+
+Kernels know tensors only. An entry turns an encoding and its places into angles, phases or slopes, none of
+them in half precision, and names what its kernel cannot do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from phasewise.encodings import TAPA, ALiBi, NoPE, PoPE, RoPE
+from phasewise.encodings.base import Encoding
+from phasewise.frequencies import Static
+from phasewise.kernels import separable, tapa
+from phasewise.positions import Positions
+
+Body = Literal["flash", "cudnn", "triton"]
+BODIES: tuple[Body, ...] = (
+    "flash",
+    "cudnn",
+    "triton",
+)  # fastest first, where each runs: see docs/attention.md
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where a call would run: a device type and, for CUDA, its compute capability."""
+
+    device: str
+    capability: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Hardware:
+        """The hardware that `tensor` is on."""
+        return cls(tensor.device.type, _capability(tensor.device))
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A validated call. `plain`: no positions were given, so queries are the last T of keys 0..S-1."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    encoding: Encoding
+    q_at: Positions
+    k_at: Positions
+    plain: bool
+    causal: bool
+    window: int | None
+    scale: float | None
+
+
+def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
+    """Why the fused kernel `body` cannot compute a call on `hardware`, and what could; None when it can."""
+    encoding, q, v = call.encoding, call.q, call.v
+    if call.q_at.axes > 1 and call.causal:
+        return f"the fused kernels order one axis, and the positions are on {call.q_at.axes}"
+    if call.scale is not None and call.scale <= 0:
+        return f"the fused kernels take a positive scale, not {call.scale}"
+    if isinstance(encoding, TAPA):
+        if body != "triton":
+            return f"{body} takes separable scores, and TAPA's are not; triton takes them"
+        return tapa.unsupported(
+            device=hardware.device,
+            capability=hardware.capability,
+            dtype=q.dtype,
+            qk_width=q.shape[-1],
+            v_width=v.shape[-1],
+        )
+    if not isinstance(encoding, ALiBi) and not encoding.separable(q.shape[2]):
+        return f"the rates of {encoding.kind} change with every query's length"
+    return separable.unsupported(
+        body,
+        device=hardware.device,
+        capability=hardware.capability,
+        dtype=q.dtype,
+        qk_width=_width(call),
+        v_width=v.shape[-1],
+        queries=q.shape[2],
+        keys=call.k.shape[2],
+        causal=call.causal,
+        window=call.window,
+        placed=not call.plain,
+        sloped=isinstance(encoding, ALiBi),
+    )
+
+
+def fused(call: Call, body: Body) -> tuple[Tensor, Tensor]:
+    """The output [B, Hq, T, Dv] and log-sum-exp [B, Hq, T] of a call that `body` has no obstacle to."""
+    return _ROUTES[type(call.encoding)](call, body)
+
+
+def _width(call: Call) -> int:
+    """How wide the product of queries and keys is."""
+    width = call.q.shape[-1]
+    if isinstance(call.encoding, RoPE | PoPE):
+        regimes = call.encoding.frequencies.regimes or ()
+        return width * len(regimes) * (2 if isinstance(call.encoding, PoPE) else 1)
+    return width
+
+
+def _view(call: Call) -> dict[str, Any]:
+    view: dict[str, Any] = {"causal": call.causal, "window": call.window}
+    if call.plain:
+        return view
+    sides = {"q": call.q_at, "k": call.k_at}
+    view |= {f"{side}_segment": at.segment for side, at in sides.items()}
+    if call.q_at.axes == 1:
+        view |= {f"{side}_index": at.index for side, at in sides.items()}
+    return view
+
+
+def _scale(call: Call) -> float:
+    return call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+
+
+def _expanded(call: Call, body: Body) -> tuple[Tensor, Tensor]:
+    factors = call.encoding.factors(call.q, call.k, call.q_at, call.k_at)
+    assert factors is not None
+    return separable.attend(*factors, call.v, scale=_scale(call), body=body, **_view(call))
+
+
+def _rope(call: Call, body: Body) -> tuple[Tensor, Tensor]:
+    encoding = call.encoding
+    assert isinstance(encoding, RoPE)
+    rule = encoding.frequencies
+    if not isinstance(rule, Static):
+        return _expanded(call, body)
+    q_angle, k_angle = encoding.phases(call.q_at, rule), encoding.phases(call.k_at, rule)
+    factor = rule.attention_factor(encoding.channels)
+    return separable.rope(
+        call.q, call.k, call.v, q_angle, k_angle, factor, scale=_scale(call), body=body, **_view(call)
+    )
+
+
+def _pope(call: Call, body: Body) -> tuple[Tensor, Tensor]:
+    encoding = call.encoding
+    assert isinstance(encoding, PoPE)
+    rule = encoding.frequencies
+    if not isinstance(rule, Static):
+        return _expanded(call, body)
+    q_angle, k_angle = encoding.phases(call.q_at, rule), encoding.phases(call.k_at, rule)
+    return separable.pope(
+        call.q,
+        call.k,
+        call.v,
+        q_angle,
+        k_angle,
+        encoding.delta(),
+        magnitude=encoding.config.magnitude,
+        scale=_scale(call) * encoding.gain(rule),
+        body=body,
+        **_view(call),
+    )
+
+
+def _alibi(call: Call, body: Body) -> tuple[Tensor, Tensor]:
+    encoding = call.encoding
+    assert isinstance(encoding, ALiBi)
+    return separable.attend(
+        call.q,
+        call.k,
+        call.v,
+        scale=_scale(call),
+        slopes=encoding.slopes(device=call.q.device),
+        body=body,
+        **_view(call),
+    )
+
+
+def _tapa(call: Call, body: Body) -> tuple[Tensor, Tensor]:
+    encoding = call.encoding
+    assert isinstance(encoding, TAPA)
+    assert body == "triton"
+    config = encoding.config
+    return tapa.attend(
+        call.q,
+        call.k,
+        call.v,
+        alpha=config.alpha,
+        amplitude_dim=encoding.amplitude_dim,
+        phase=config.phase,
+        two_pi=config.two_pi,
+        scale=call.scale,
+        **_view(call),
+    )
+
+
+_ROUTES: dict[type[Encoding], Callable[[Call, Body], tuple[Tensor, Tensor]]] = {
+    NoPE: _expanded,
+    RoPE: _rope,
+    PoPE: _pope,
+    ALiBi: _alibi,
+    TAPA: _tapa,
+}

@@ -1,0 +1,148 @@
+"""attention(impl="triton") equals the reference for every encoding; `choose` names what runs and why."""
+
+import pytest
+import torch
+
+from phasewise import (
+    TAPA,
+    ALiBi,
+    DynamicNTK,
+    LongRoPE,
+    NoPE,
+    PoPE,
+    Positions,
+    RoPE,
+    YaRN,
+    attention,
+    choose,
+)
+from phasewise.fused import Hardware
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, WIDTH = 2, 16
+YARN = YaRN(base=10_000.0, factor=4.0, original_length=16)
+LONG = LongRoPE(base=10_000.0, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8, original_length=7, factor=2.0)
+CASES = {
+    "nope": NoPE,
+    "rope": lambda: RoPE(head_dim=WIDTH),
+    "rope-partial-yarn": lambda: RoPE(head_dim=WIDTH, fraction=0.5, frequencies=YARN),
+    "rope-longrope": lambda: RoPE(head_dim=WIDTH, frequencies=LONG),
+    "pope": lambda: PoPE(num_heads=HEADS, head_dim=WIDTH, phase_init="uniform"),
+    "pope-clamp": lambda: PoPE(num_heads=HEADS, head_dim=WIDTH, phase_init="uniform", phase_bound="clamp"),
+    "pope-yarn-relu": lambda: PoPE(num_heads=HEADS, head_dim=WIDTH, frequencies=YARN, magnitude="relu"),
+    "alibi": lambda: ALiBi(num_heads=HEADS),
+    "tapa": lambda: TAPA(head_dim=WIDTH),
+    "tapa-linear": lambda: TAPA(head_dim=WIDTH, alpha=0.5, phase="linear", two_pi=False, fraction=0.25),
+}
+VIEWS = {
+    "plain": lambda: {},
+    "window": lambda: {"window": 4},
+    "packed": lambda: {"q_at": Positions.packed([5, 7], device=DEVICE)},
+    "far": lambda: {"q_at": Positions.arange(12, start=1_000_000, device=DEVICE)},
+    "bidirectional": lambda: {"causal": False},
+}
+
+
+def inputs(dtype=torch.float32, *, device=DEVICE, width=WIDTH, length=12):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, HEADS, length, width), (1, 1, length, width), (1, 1, length, 8)]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def results(case, impl, view, dtype):
+    torch.manual_seed(1)
+    encoding = CASES[case]().to(DEVICE)
+    leaves = [x.requires_grad_() for x in inputs(dtype)]
+    options = VIEWS[view]()
+    if "q_at" in options:
+        options["k_at"] = options["q_at"]
+    out, lse = attention(*leaves, encoding, impl=impl, return_lse=True, **options)
+    out.float().square().sum().backward()
+    grads = [x.grad for x in leaves] + [p.grad for p in encoding.parameters()]
+    return [x.float() for x in (out, lse, *grads)]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("case", CASES)
+def test_triton_equals_the_reference(case, view):
+    for ours, exact in zip(
+        *(results(case, impl, view, torch.float32) for impl in ("triton", "reference")), strict=True
+    ):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("case", CASES)
+def test_auto_equals_the_reference_in_bfloat16(case, view):
+    for ours, exact in zip(
+        *(results(case, impl, view, torch.bfloat16) for impl in ("auto", "reference")), strict=True
+    ):
+        assert (ours - exact).norm() <= 2e-2 * exact.norm()
+
+
+def test_image_places_run_without_a_causal_order_and_are_refused_with_one():
+    encoding = PoPE(num_heads=HEADS, head_dim=WIDTH, axes=2).to(DEVICE)
+    grid = Positions.grid([3, 4], device=DEVICE)
+    options = {"q_at": grid, "k_at": grid}
+    ours = attention(*inputs(), encoding, causal=False, impl="triton", **options)
+    torch.testing.assert_close(
+        ours, attention(*inputs(), encoding, causal=False, impl="reference", **options), rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(ValueError, match="order one axis"):
+        attention(*inputs(), encoding, impl="triton", **options)
+
+
+HOPPER = Hardware("cuda", (9, 0))
+AMPERE = Hardware("cuda", (8, 0))
+
+
+def chosen(case, hardware, dtype=torch.bfloat16, **options):
+    q, k, v = inputs(dtype, device="meta", width=64, length=128)
+    encoding = {"tapa": TAPA(head_dim=64), "rope": RoPE(head_dim=64), "alibi": ALiBi(num_heads=HEADS)}[case]
+    return choose(q, k, v[..., :8], encoding, hardware=hardware, **options)
+
+
+def test_auto_names_what_it_passed_over():
+    assert chosen("rope", HOPPER).impl in ("flash", "cudnn")
+    ampere = chosen("rope", AMPERE)
+    assert ampere.impl == "triton"
+    assert "compute capability 9.0" in ampere.reason
+    assert chosen("tapa", HOPPER).impl == "triton"
+    assert chosen("alibi", HOPPER).impl == "triton"
+    assert chosen("rope", HOPPER, window=5).impl in ("flash", "triton")
+    assert chosen("rope", HOPPER, dtype=torch.float64).impl == "sdpa"
+    assert chosen("tapa", HOPPER, dtype=torch.float64).impl == "reference"
+    assert chosen("rope", Hardware("cpu")).impl == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("impl", "case", "hardware", "options", "message"),
+    [
+        ("triton", "rope", Hardware("mps"), {}, "CUDA"),
+        ("triton", "tapa", Hardware("cuda", (7, 0)), {}, "compute capability 8.0"),
+        ("cudnn", "rope", HOPPER, {"window": 3}, "no window"),
+        ("flash", "tapa", HOPPER, {}, "triton takes them"),
+        ("flash", "rope", AMPERE, {}, "compute capability"),
+        ("triton", "rope", HOPPER, {"dtype": torch.float64}, "float64"),
+        ("sdpa", "tapa", HOPPER, {}, "do not separate"),
+        ("sdpa", "rope", HOPPER, {"return_lse": True}, "log-sum-exp"),
+        ("triton", "rope", HOPPER, {"scale": -1.0}, "positive scale"),
+        ("fused", "rope", HOPPER, {}, "reference, sdpa, triton, flash, cudnn"),
+    ],
+)
+def test_an_implementation_that_cannot_run_says_why(impl, case, hardware, options, message):
+    with pytest.raises(ValueError, match=message):
+        chosen(case, hardware, impl=impl, **options)
+
+
+def test_dynamic_rates_are_refused_by_the_kernels_with_a_reason():
+    encoding = RoPE(head_dim=WIDTH, frequencies=DynamicNTK(base=1e4, factor=2.0, original_length=4))
+    with pytest.raises(ValueError, match="change with every query"):
+        attention(*inputs(), encoding, impl="triton")
+
+
+def test_auto_refuses_the_slow_reference_above_its_limit():
+    q = torch.empty(1, 1, 20_000, 16, device="meta", dtype=torch.float64)
+    with pytest.raises(ValueError, match="fewer queries at a time"):
+        choose(q, q, q, TAPA(head_dim=16))
