@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phasewise.kernels.prepare import expanded_like
+from phasewise.kernels.prepare import expanded_like, tile_of
 from phasewise.kernels.tiles import (
     EMPTY,
     LN2,
@@ -38,35 +38,34 @@ def load_tile(descriptor, b, h, first):
 
 
 @triton.jit
-def forward_tiles(
-    acc, top, total, q, k_desc, v_desc, b, h, low, high, i, i_segment, places, k_row, slope, S, window, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PLACED: tl.constexpr, SLOPED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def key_tiles(
+    span_ptr, row, tile, m, T, S, window,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PLACED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys `[low, high)`: acc [M, D], running maximum and sum [M]."""
-    for n in tl.range(low, high, BLOCK_N):
-        k = load_tile(k_desc, b, h, n)
-        scores = tl.dot(q, k.T, input_precision="ieee")
-        if MASKED or SLOPED:
-            scores *= scale_log2
-            j, j_segment = load_places(places[2], places[3], k_row, n + tl.arange(0, BLOCK_N), S, 0, PLACED)
-            if SLOPED:
-                scores -= slope * tl.abs(i[:, None] - j[None, :]).to(tl.float32)
-            if MASKED:
-                seen = visible(i[:, None], i_segment[:, None], j[None, :], j_segment[None, :], window, CAUSAL, WINDOWED)
-                scores = tl.where(seen, scores, UNSEEN)
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            p = tl.exp2(scores - new_top[:, None])
-        else:
-            new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
-            p = tl.exp2(scores * scale_log2 - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(p, 1)
-        acc *= shrink[:, None]
-        v = load_tile(v_desc, b, h, n)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        top = new_top
-    return acc, top, total
+    """The keys `[low, high)` a query tile visits, and `[full_low, full_high)`, which need no mask."""
+    if PLACED:
+        at = span_ptr + (row * tl.num_programs(0) + tile) * 2
+        low = tl.load(at) * BLOCK_N
+        high = tl.load(at + 1) * BLOCK_N
+        full_low = high
+        full_high = high
+    else:
+        low, full_low, full_high, high = key_span(m, T, S, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
+    return low, full_low, full_high, high
+
+
+@triton.jit
+def masked(
+    scores, masking, i, i_segment, j, j_segment, slope, window, scale_log2,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SLOPED: tl.constexpr,
+):  # fmt: skip
+    """Base-2 scores, UNSEEN where hidden; all arguments broadcast, so either axis may hold the queries."""
+    scores *= scale_log2
+    if SLOPED:
+        scores -= slope * tl.abs(i - j).to(tl.float32)
+    if masking:
+        scores = tl.where(visible(i, i_segment, j, j_segment, window, CAUSAL, WINDOWED), scores, UNSEEN)
+    return scores
 
 
 @triton.jit
@@ -81,48 +80,40 @@ def forward_kernel(
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     m = tile * BLOCK_M
-    offsets = m + tl.arange(0, BLOCK_M)
-    q_row = b.to(tl.int64) * place_rows[0]
+    t = m + tl.arange(0, BLOCK_M)
+    i, i_segment = load_places(places[0], places[1], b.to(tl.int64) * place_rows[0], t, T, S - T, PLACED)
     k_row = b.to(tl.int64) * place_rows[1]
-    i, i_segment = load_places(places[0], places[1], q_row, offsets, T, S - T, PLACED)
     slope = tl.load(slopes_ptr + h) * LOG2E if SLOPED else 0.0
     q = load_tile(q_desc, b, h, m)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], UNSEEN / 10, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    key = h // GROUP
-    if PLACED:
-        at_span = span_ptr + (tl.where(place_rows[0] > 0, b, 0) * tl.num_programs(0) + tile) * 2
-        low = tl.load(at_span) * BLOCK_N
-        high = tl.load(at_span + 1) * BLOCK_N
-        acc, top, total = forward_tiles(
-            acc, top, total, q, k_desc, v_desc, b, key, low, high, i, i_segment, places, k_row, slope, S, window,
-            scale_log2, True, CAUSAL, WINDOWED, True, SLOPED, BLOCK_N,
+    low, full_low, full_high, high = key_tiles(
+        span_ptr, tl.where(place_rows[0] > 0, b, 0), tile, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
+    )
+    for n in tl.range(low, high, BLOCK_N):
+        k = load_tile(k_desc, b, h // GROUP, n)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        j, j_segment = load_places(places[2], places[3], k_row, n + tl.arange(0, BLOCK_N), S, 0, PLACED)
+        scores = masked(
+            scores, (n < full_low) | (n >= full_high), i[:, None], i_segment[:, None], j[None, :], j_segment[None, :],
+            slope, window, scale_log2, CAUSAL, WINDOWED, SLOPED,
         )  # fmt: skip
-    else:
-        low, full_low, full_high, high = key_span(m, T, S, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
-        if WINDOWED:
-            acc, top, total = forward_tiles(
-                acc, top, total, q, k_desc, v_desc, b, key, low, full_low, i, i_segment, places, k_row, slope, S,
-                window, scale_log2, True, CAUSAL, True, False, SLOPED, BLOCK_N,
-            )  # fmt: skip
-        acc, top, total = forward_tiles(
-            acc, top, total, q, k_desc, v_desc, b, key, full_low, full_high, i, i_segment, places, k_row, slope, S,
-            window, scale_log2, False, CAUSAL, WINDOWED, False, SLOPED, BLOCK_N,
-        )  # fmt: skip
-        acc, top, total = forward_tiles(
-            acc, top, total, q, k_desc, v_desc, b, key, full_high, high, i, i_segment, places, k_row, slope, S,
-            window, scale_log2, True, CAUSAL, WINDOWED, False, SLOPED, BLOCK_N,
-        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, 1)
+        v = load_tile(v_desc, b, h // GROUP, n)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = new_top
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, EMPTY, top * LN2 + tl.log(total))
-    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * T + offsets, lse, offsets < T)
+    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * T + t, lse, t < T)
     d = tl.arange(0, BLOCK_D)
-    out_row = out_ptr + b.to(tl.int64) * out_strides[0] + h.to(tl.int64) * out_strides[1]
-    out_at = out_row + offsets[:, None].to(tl.int64) * out_strides[2] + d[None, :] * out_strides[3]
+    out_at = tile_of(out_ptr, out_strides, b.to(tl.int64), h, t, d)
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_at, out, (offsets[:, None] < T) & (d[None, :] < D))
+    tl.store(out_at, out, (t[:, None] < T) & (d[None, :] < D))
 
 
 @triton.jit
@@ -132,15 +123,12 @@ def delta_kernel(
 ):  # fmt: skip
     """sum_d out dout, less the gradient of the log-sum-exp: what is subtracted from dp before it meets p."""
     b = (tl.program_id(1) // H).to(tl.int64)
-    h = (tl.program_id(1) % H).to(tl.int64)
+    h = tl.program_id(1) % H
     offsets = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = offsets[:, None].to(tl.int64)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (rows < T) & (d < D)
-    out_at = out_ptr + b * out_strides[0] + h * out_strides[1] + rows * out_strides[2] + d * out_strides[3]
-    grad_at = grad_ptr + b * grad_strides[0] + h * grad_strides[1] + rows * grad_strides[2] + d * grad_strides[3]
-    out = tl.load(out_at, inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_at, inside, other=0.0).to(tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    inside = (offsets[:, None] < T) & (d[None, :] < D)
+    out = tl.load(tile_of(out_ptr, out_strides, b, h, offsets, d), inside, other=0.0).to(tl.float32)
+    grad = tl.load(tile_of(grad_ptr, grad_strides, b, h, offsets, d), inside, other=0.0).to(tl.float32)
     at = tl.program_id(1).to(tl.int64) * T + offsets
     delta = tl.sum(out * grad, 1)
     if dlse_ptr is not None:
@@ -157,43 +145,6 @@ def load_row_statistics(lse_ptr, delta_ptr, row, offsets, T):
 
 
 @triton.jit
-def probability(
-    scores, lse, i, i_segment, j, j_segment, slope, window, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SLOPED: tl.constexpr,
-):  # fmt: skip
-    """p from raw scores; all arguments broadcast, so either axis may hold the queries."""
-    if SLOPED:
-        scores = scores * scale_log2 - slope * tl.abs(i - j).to(tl.float32)
-    else:
-        scores *= scale_log2
-    if MASKED:
-        scores = tl.where(visible(i, i_segment, j, j_segment, window, CAUSAL, WINDOWED), scores, UNSEEN)
-    return tl.exp2(scores - lse)
-
-
-@triton.jit
-def query_grad_tiles(
-    dq, q, dout, lse, delta, k_desc, v_desc, b, h, low, high, i, i_segment, places, k_row, slope, S, window, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PLACED: tl.constexpr, SLOPED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """dq [M, E], unscaled, over the keys `[low, high)`."""
-    for n in tl.range(low, high, BLOCK_N):
-        k = load_tile(k_desc, b, h, n)
-        v = load_tile(v_desc, b, h, n)
-        scores = tl.dot(q, k.T, input_precision="ieee")
-        dp = tl.dot(dout, v.T, input_precision="ieee")
-        j, j_segment = load_places(places[2], places[3], k_row, n + tl.arange(0, BLOCK_N), S, 0, PLACED)
-        p = probability(
-            scores, lse[:, None], i[:, None], i_segment[:, None], j[None, :], j_segment[None, :], slope, window,
-            scale_log2, MASKED, CAUSAL, WINDOWED, SLOPED,
-        )  # fmt: skip
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
-
-
-@triton.jit
 def query_grad_kernel(
     q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dq_ptr, dq_strides, slopes_ptr, places, place_rows,
     span_ptr, H, GROUP, T, S, E, window, scale, scale_log2,
@@ -205,69 +156,33 @@ def query_grad_kernel(
     b = tl.program_id(1) // H
     h = tl.program_id(1) % H
     m = tile * BLOCK_M
-    offsets = m + tl.arange(0, BLOCK_M)
-    q_row = b.to(tl.int64) * place_rows[0]
+    t = m + tl.arange(0, BLOCK_M)
+    i, i_segment = load_places(places[0], places[1], b.to(tl.int64) * place_rows[0], t, T, S - T, PLACED)
     k_row = b.to(tl.int64) * place_rows[1]
-    i, i_segment = load_places(places[0], places[1], q_row, offsets, T, S - T, PLACED)
     slope = tl.load(slopes_ptr + h) * LOG2E if SLOPED else 0.0
     q = load_tile(q_desc, b, h, m)
     dout = load_tile(dout_desc, b, h, m)
-    lse, delta = load_row_statistics(lse_ptr, delta_ptr, tl.program_id(1).to(tl.int64) * T, offsets, T)
+    lse, delta = load_row_statistics(lse_ptr, delta_ptr, tl.program_id(1).to(tl.int64) * T, t, T)
     dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    key = h // GROUP
-    if PLACED:
-        at_span = span_ptr + (tl.where(place_rows[0] > 0, b, 0) * tl.num_programs(0) + tile) * 2
-        low = tl.load(at_span) * BLOCK_N
-        high = tl.load(at_span + 1) * BLOCK_N
-        dq = query_grad_tiles(
-            dq, q, dout, lse, delta, k_desc, v_desc, b, key, low, high, i, i_segment, places, k_row, slope, S, window,
-            scale_log2, True, CAUSAL, WINDOWED, True, SLOPED, BLOCK_N,
+    low, full_low, full_high, high = key_tiles(
+        span_ptr, tl.where(place_rows[0] > 0, b, 0), tile, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
+    )
+    for n in tl.range(low, high, BLOCK_N):
+        k = load_tile(k_desc, b, h // GROUP, n)
+        v = load_tile(v_desc, b, h // GROUP, n)
+        scores = tl.dot(q, k.T, input_precision="ieee")
+        dp = tl.dot(dout, v.T, input_precision="ieee")
+        j, j_segment = load_places(places[2], places[3], k_row, n + tl.arange(0, BLOCK_N), S, 0, PLACED)
+        scores = masked(
+            scores, (n < full_low) | (n >= full_high), i[:, None], i_segment[:, None], j[None, :], j_segment[None, :],
+            slope, window, scale_log2, CAUSAL, WINDOWED, SLOPED,
         )  # fmt: skip
-    else:
-        low, full_low, full_high, high = key_span(m, T, S, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
-        if WINDOWED:
-            dq = query_grad_tiles(
-                dq, q, dout, lse, delta, k_desc, v_desc, b, key, low, full_low, i, i_segment, places, k_row, slope,
-                S, window, scale_log2, True, CAUSAL, True, False, SLOPED, BLOCK_N,
-            )  # fmt: skip
-        dq = query_grad_tiles(
-            dq, q, dout, lse, delta, k_desc, v_desc, b, key, full_low, full_high, i, i_segment, places, k_row, slope,
-            S, window, scale_log2, False, CAUSAL, WINDOWED, False, SLOPED, BLOCK_N,
-        )  # fmt: skip
-        dq = query_grad_tiles(
-            dq, q, dout, lse, delta, k_desc, v_desc, b, key, full_high, high, i, i_segment, places, k_row, slope, S,
-            window, scale_log2, True, CAUSAL, WINDOWED, False, SLOPED, BLOCK_N,
-        )  # fmt: skip
+        p = tl.exp2(scores - lse[:, None])
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     e = tl.arange(0, BLOCK_E)
-    dq_row = dq_ptr + b.to(tl.int64) * dq_strides[0] + h.to(tl.int64) * dq_strides[1]
-    dq_at = dq_row + offsets[:, None].to(tl.int64) * dq_strides[2] + e[None, :] * dq_strides[3]
-    tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), (offsets[:, None] < T) & (e[None, :] < E))
-
-
-@triton.jit
-def key_grad_tiles(
-    dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row, b, h, low, high, j, j_segment, places, q_row, slope, T, S,
-    window, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PLACED: tl.constexpr, SLOPED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """dk [N, E], unscaled, and dv [N, D] over the queries `[low, high)` of one head; p and ds are transposed."""
-    for m in tl.range(low, high, BLOCK_M):
-        q = load_tile(q_desc, b, h, m)
-        dout = load_tile(dout_desc, b, h, m)
-        offsets = m + tl.arange(0, BLOCK_M)
-        lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, offsets, T)
-        scores = tl.dot(k, q.T, input_precision="ieee")
-        i, i_segment = load_places(places[0], places[1], q_row, offsets, T, S - T, PLACED)
-        p = probability(
-            scores, lse[None, :], i[None, :], i_segment[None, :], j[:, None], j_segment[:, None], slope, window,
-            scale_log2, MASKED, CAUSAL, WINDOWED, SLOPED,
-        )  # fmt: skip
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        dp = tl.dot(v, dout.T, input_precision="ieee")
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
+    dq_at = tile_of(dq_ptr, dq_strides, b.to(tl.int64), h, t, e)
+    tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), (t[:, None] < T) & (e[None, :] < E))
 
 
 @triton.jit
@@ -282,50 +197,47 @@ def key_grad_kernel(
     b = tl.program_id(1) // KEY_HEADS
     key = tl.program_id(1) % KEY_HEADS
     n = tile * BLOCK_N
-    offsets = n + tl.arange(0, BLOCK_N)
+    s = n + tl.arange(0, BLOCK_N)
     q_row = b.to(tl.int64) * place_rows[0]
-    k_row = b.to(tl.int64) * place_rows[1]
-    j, j_segment = load_places(places[2], places[3], k_row, offsets, S, 0, PLACED)
+    j, j_segment = load_places(places[2], places[3], b.to(tl.int64) * place_rows[1], s, S, 0, PLACED)
     k = load_tile(k_desc, b, key, n)
     v = load_tile(v_desc, b, key, n)
     dk = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if PLACED:
+        at_span = span_ptr + (tl.where(place_rows[0] > 0, b, 0) * tl.num_programs(0) + tile) * 2
+        low = tl.load(at_span) * BLOCK_M
+        high = tl.load(at_span + 1) * BLOCK_M
+        full_low = high
+        full_high = high
+    else:
+        low, full_low, full_high, high = query_span(n, T, S, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
     for member in range(GROUP):
         h = key * GROUP + member
         row = (b.to(tl.int64) * KEY_HEADS * GROUP + h) * T
         slope = tl.load(slopes_ptr + h) * LOG2E if SLOPED else 0.0
-        if PLACED:
-            at_span = span_ptr + (tl.where(place_rows[0] > 0, b, 0) * tl.num_programs(0) + tile) * 2
-            low = tl.load(at_span) * BLOCK_M
-            high = tl.load(at_span + 1) * BLOCK_M
-            dk, dv = key_grad_tiles(
-                dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row, b, h, low, high, j, j_segment, places, q_row,
-                slope, T, S, window, scale_log2, True, CAUSAL, WINDOWED, True, SLOPED, BLOCK_M,
+        for m in tl.range(low, high, BLOCK_M):
+            q = load_tile(q_desc, b, h, m)
+            dout = load_tile(dout_desc, b, h, m)
+            t = m + tl.arange(0, BLOCK_M)
+            lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, t, T)
+            scores = tl.dot(k, q.T, input_precision="ieee")
+            i, i_segment = load_places(places[0], places[1], q_row, t, T, S - T, PLACED)
+            scores = masked(
+                scores, (m < full_low) | (m >= full_high), i[None, :], i_segment[None, :], j[:, None],
+                j_segment[:, None], slope, window, scale_log2, CAUSAL, WINDOWED, SLOPED,
             )  # fmt: skip
-        else:
-            low, full_low, full_high, high = query_span(n, T, S, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
-            dk, dv = key_grad_tiles(
-                dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row, b, h, low, full_low, j, j_segment, places,
-                q_row, slope, T, S, window, scale_log2, True, CAUSAL, WINDOWED, False, SLOPED, BLOCK_M,
-            )  # fmt: skip
-            dk, dv = key_grad_tiles(
-                dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row, b, h, full_low, full_high, j, j_segment,
-                places, q_row, slope, T, S, window, scale_log2, False, CAUSAL, WINDOWED, False, SLOPED, BLOCK_M,
-            )  # fmt: skip
-            dk, dv = key_grad_tiles(
-                dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, row, b, h, full_high, high, j, j_segment, places,
-                q_row, slope, T, S, window, scale_log2, True, CAUSAL, WINDOWED, False, SLOPED, BLOCK_M,
-            )  # fmt: skip
-    inside = offsets[:, None] < S
-    rows = offsets[:, None].to(tl.int64)
-    e = tl.arange(0, BLOCK_E)[None, :]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    dk_row = dk_ptr + b.to(tl.int64) * dk_strides[0] + key.to(tl.int64) * dk_strides[1]
-    dv_row = dv_ptr + b.to(tl.int64) * dv_strides[0] + key.to(tl.int64) * dv_strides[1]
-    dk_at = dk_row + rows * dk_strides[2] + e * dk_strides[3]
-    dv_at = dv_row + rows * dv_strides[2] + d * dv_strides[3]
-    tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), inside & (e < E))
-    tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), inside & (d < D))
+            p = tl.exp2(scores - lse[None, :])
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            dp = tl.dot(v, dout.T, input_precision="ieee")
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    e = tl.arange(0, BLOCK_E)
+    d = tl.arange(0, BLOCK_D)
+    dk_at = tile_of(dk_ptr, dk_strides, b.to(tl.int64), key, s, e)
+    dv_at = tile_of(dv_ptr, dv_strides, b.to(tl.int64), key, s, d)
+    tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), (s[:, None] < S) & (e[None, :] < E))
+    tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), (s[:, None] < S) & (d[None, :] < D))
 
 
 def _shared(

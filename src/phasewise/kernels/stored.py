@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phasewise.kernels.body import load_row_statistics, load_tile, probability, row_deltas
+from phasewise.kernels.body import load_row_statistics, load_tile, row_deltas
 from phasewise.kernels.prepare import Turn, expanded_like, polar_backward, tile_of
-from phasewise.kernels.tiles import block_width, describe, launch
+from phasewise.kernels.tiles import UNSEEN, block_width, describe, launch
 
 
 @triton.jit
@@ -33,60 +33,45 @@ def block_row(tile, tiles, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def score_grad_tiles(
-    dv, k, v, q_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, row, b, h, base, low, high, j, T, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, S,
-):  # fmt: skip
-    for m in tl.range(low, high, BLOCK_M):
-        q = load_tile(q_desc, b, h, m)
-        dout = load_tile(dout_desc, b, h, m)
-        i = m + tl.arange(0, BLOCK_M)
-        lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, i, T)
-        scores = tl.dot(k, q.T, input_precision="ieee")
-        p = probability(
-            scores, lse[None, :], i[None, :], 0, j[:, None], tl.where(j < S, 0, -1)[:, None], 0.0, 0, scale_log2,
-            MASKED, CAUSAL, False, False,
-        )  # fmt: skip
-        dp = tl.dot(v, dout.T, input_precision="ieee")
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        ds = (p * (dp - delta[None, :])).to(q.dtype)
-        ds_desc.store([base + m, 0], ds.T)
-    return dv
-
-
-@triton.jit
 def score_grad_kernel(
     q_desc, k_desc, v_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, dv_ptr, dv_strides,
     first_head, KEY_HEADS, GROUP, T, D, scale_log2,
-    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STORED_N: tl.constexpr,
 ):  # fmt: skip
     """dv [B, H / GROUP, T, D] = p^T dout, and ds of a chunk of key heads into the buffer."""
-    tile = tl.program_id(1)
-    tiles = tl.num_programs(1)
+    tile = tl.program_id(1) * BLOCK_N // STORED_N
+    tiles = tl.cdiv(T, STORED_N)
     head = first_head + tl.program_id(0)
     b = head // KEY_HEADS
     key = head % KEY_HEADS
-    n = tile * BLOCK_N
+    n = tl.program_id(1) * BLOCK_N
     j = n + tl.arange(0, BLOCK_N)
     k = load_tile(k_desc, b, key, n)
     v = load_tile(v_desc, b, key, n)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    head_rows = (tiles * (tiles + 1) // 2 if CAUSAL else tiles * tiles) * BLOCK_N
+    head_rows = (tiles * (tiles + 1) // 2 if CAUSAL else tiles * tiles) * STORED_N
     for member in range(GROUP):
         h = key * GROUP + member
         row = (b.to(tl.int64) * KEY_HEADS * GROUP + h) * T
-        base = (tl.program_id(0) * GROUP + member) * head_rows + block_row(tile, tiles, BLOCK_N, CAUSAL)
-        low = n if CAUSAL else 0
-        full = tl.minimum(n + BLOCK_N, T) if CAUSAL else 0
-        full = tl.where(n + BLOCK_N > T, T, full)
-        dv = score_grad_tiles(
-            dv, k, v, q_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, row, b, h, base, low, full, j, T, scale_log2,
-            True, CAUSAL, BLOCK_M, T,
-        )  # fmt: skip
-        dv = score_grad_tiles(
-            dv, k, v, q_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, row, b, h, base, full, T, j, T, scale_log2,
-            False, CAUSAL, BLOCK_M, T,
-        )  # fmt: skip
+        base = (tl.program_id(0) * GROUP + member) * head_rows + block_row(tile, tiles, STORED_N, CAUSAL)
+        # Queries before n see none of the keys, but share their rows with the other keys of the stored tile.
+        full = n + BLOCK_N - 1 if CAUSAL else 0
+        for m in tl.range(tile * STORED_N if CAUSAL else 0, T, BLOCK_M):
+            q = load_tile(q_desc, b, h, m)
+            dout = load_tile(dout_desc, b, h, m)
+            i = m + tl.arange(0, BLOCK_M)
+            lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, i, T)
+            scores = tl.dot(k, q.T, input_precision="ieee") * scale_log2
+            if (m < full) | (n + BLOCK_N > T):
+                seen = (j < T)[:, None]
+                if CAUSAL:
+                    seen &= j[:, None] <= i[None, :]
+                scores = tl.where(seen, scores, UNSEEN)
+            p = tl.exp2(scores - lse[None, :])
+            dp = tl.dot(v, dout.T, input_precision="ieee")
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            ds = (p * (dp - delta[None, :])).to(q.dtype)
+            ds_desc.store([base + m, n % STORED_N], ds.T)
     d = tl.arange(0, BLOCK_D)[None, :]
     rows = j[:, None].to(tl.int64)
     dv_at = dv_ptr + b.to(tl.int64) * dv_strides[0] + key.to(tl.int64) * dv_strides[1] + rows * dv_strides[2] + d
@@ -183,24 +168,25 @@ def backward(
         launch(f"separable.{name}", q, qk=width, v=value_width, length=length)
         for name in ("score_grad", "query_product", "key_product")
     )
-    block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
-    assert block_n % block_m == 0 and block_n % query_meta["BLOCK_M"] == 0, "query tiles end where key tiles do"
+    block_m, block_n, stored_n = meta["BLOCK_M"], meta["BLOCK_N"], meta["STORED_N"]
+    assert stored_n % block_m == 0 and stored_n % query_meta["BLOCK_M"] == 0, "query tiles end where stored tiles do"
+    assert stored_n % block_n == 0 and stored_n % query_meta["BLOCK_K"] == 0, "key tiles make up a stored tile"
     assert block_m % key_meta["BLOCK_M"] == 0, "the key product reads only rows that were written"
-    tiles = triton.cdiv(length, block_n)
+    tiles = triton.cdiv(length, stored_n)
     raw_q, raw_k = (q, k) if polar is None else (polar.q, polar.k)
     dq, dk, dv = (expanded_like(x, x.shape[3]) for x in (raw_q, raw_k, v))
     dphase = None if polar is None or polar.q_turn.phase is None else torch.zeros_like(polar.q_turn.phase[0])
-    head_rows = (tiles * (tiles + 1) // 2 if causal else tiles * tiles) * block_n
+    head_rows = (tiles * (tiles + 1) // 2 if causal else tiles * tiles) * stored_n
     # As many key heads at a time as the raw q and k take memory, at least one.
-    pieces = list(chunks(rows, key_heads, max(1, round((q.numel() + k.numel()) / (2 * group * head_rows * block_n)))))
+    pieces = list(chunks(rows, key_heads, max(1, round((q.numel() + k.numel()) / (2 * group * head_rows * stored_n)))))
     largest = max((r.stop - r.start) * (h.stop - h.start) for r, h in pieces)
-    ds = torch.empty(largest * group * head_rows, block_n, dtype=q.dtype, device=q.device)
+    ds = torch.empty(largest * group * head_rows, stored_n, dtype=q.dtype, device=q.device)
 
-    def stored(queries: int, keys: int = block_n) -> TensorDescriptor:
-        return TensorDescriptor(ds, list(ds.shape), [block_n, 1], [queries, keys])
+    def stored(queries: int, keys: int) -> TensorDescriptor:
+        return TensorDescriptor(ds, list(ds.shape), [stored_n, 1], [queries, keys])
 
     shared = {"KEY_HEADS": key_heads, "GROUP": group, "T": length, "CAUSAL": causal}
-    products = {"E": width, "scale": scale, "BLOCK_N": block_n, "BLOCK_E": block_e}
+    products = {"E": width, "scale": scale, "BLOCK_N": stored_n, "BLOCK_E": block_e}
     q_tiles, k_tiles = describe(q, block_m, block_e), describe(k, block_n, block_e)
     v_tiles, dout_tiles = describe(v, block_n, block_d), describe(dout, block_m, block_d)
     k_product, q_product = describe(k, query_meta["BLOCK_K"], block_e), describe(q, key_meta["BLOCK_M"], block_e)
@@ -211,8 +197,8 @@ def backward(
         wide_q, wide_k = dq[some_rows, query_heads], dk[some_rows, some_heads]
         if polar is not None:
             wide_q, wide_k = expanded_like(wide_q, width), expanded_like(wide_k, width)
-        score_grad_kernel[(count, tiles)](
-            q_tiles, k_tiles, v_tiles, dout_tiles, stored(block_m), lse, delta, dv, dv.stride(), first,
+        score_grad_kernel[(count, tiles * (stored_n // block_n))](
+            q_tiles, k_tiles, v_tiles, dout_tiles, stored(block_m, block_n), lse, delta, dv, dv.stride(), first,
             D=value_width, scale_log2=scale * math.log2(math.e), BLOCK_D=block_d, **shared, **meta,
         )  # fmt: skip
         query_product_kernel[(count * group, triton.cdiv(length, query_meta["BLOCK_M"]))](
@@ -220,7 +206,7 @@ def backward(
             some_rows.start, query_heads.start, first, **products, **shared, **query_meta,
         )  # fmt: skip
         key_product_kernel[(count, tiles)](
-            stored(key_meta["BLOCK_M"]), q_product, wide_k, wide_k.stride(),
+            stored(key_meta["BLOCK_M"], stored_n), q_product, wide_k, wide_k.stride(),
             some_rows.start, some_heads.start, first, **products, **shared, **key_meta,
         )  # fmt: skip
         if polar is not None:
