@@ -6,9 +6,10 @@ memory, and ratios to plain attention by flash-attn-4 and by cuDNN, all measured
 """
 
 import argparse
-from importlib import metadata
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -29,7 +30,11 @@ from phasewise.reference import reference
 TOKENS = 32_768
 HEADS = 16
 GATE_LENGTH = 384
-BASELINES = {"flash": "plain flash", "cudnn": "plain cudnn", "flash-attention-2": "plain flash-attention-2"}
+BASELINES = {
+    "flash-attn-4": "plain flash-attn-4",
+    "cudnn": "plain cudnn",
+    "flash-attention-2": "plain flash-attention-2",
+}
 Inputs = dict[str, Tensor]
 
 
@@ -55,15 +60,20 @@ def subjects(width: int, length: int) -> Iterator[Subject]:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return scaled_dot_product_attention(q, k, v, is_causal=True)
 
+    def flash_attn_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from flash_attn.cute import flash_attn_func
+
+        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
     yield Subject("plain flash-attention-2", NoPE(), flash_attention_2, width)
+    if flash:
+        # As its users call it: the backward adds atomically. "plain flash" below is its deterministic mode.
+        yield Subject("plain flash-attn-4", NoPE(), flash_attn_4, width)
     options = {"scale": scale, "causal": True, "window": None}
     for body in bodies:
-        yield Subject(
-            f"plain {body}",
-            NoPE(),
-            lambda q, k, v, body=body: separable.attend(q, k, v, body=body, **options)[0],
-            width,
-        )
+        run = partial(separable.attend, body=body, **options)
+        yield Subject(f"plain {body}", NoPE(), lambda q, k, v, run=run: run(q, k, v)[0], width)
     rope = RoPE(head_dim=width).cuda()
     angle = angles(index, Geometric(base=10_000.0).rates(width // 2, device="cuda"))
     for body in bodies:
@@ -130,12 +140,19 @@ def gate(subject: Subject, width: int) -> dict[str, float]:
     return errors
 
 
-def measure(width: int, length: int) -> list[dict[str, object]]:
+def wanted(subject: Subject, only: str) -> bool:
+    """Whether a subject is measured: those named, and the baselines always."""
+    return only in subject.name or subject.name in BASELINES.values()
+
+
+def measure(width: int, length: int, only: str = "") -> list[dict[str, object]]:
     """One row per subject at a width and a length."""
     rows = TOKENS // length
     inputs, gradient = draw(width, length, rows)
     forward, both, found = {}, {}, {}
     for subject in subjects(width, length):
+        if not wanted(subject, only):
+            continue
 
         def run(subject: Subject = subject) -> Tensor:
             return subject.run(*inputs.values())
@@ -172,23 +189,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the record, a JSON file")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--only", default="", help="subjects whose name contains this, and the baselines")
     options = parser.parse_args()
     errors = {}
     for width in options.widths:
         for subject in subjects(width, GATE_LENGTH):
+            if not wanted(subject, options.only):
+                continue
             errors[f"{subject.name} {width}"] = gate(subject, width)
     print(f"gate: {len(errors)} implementations within bounds")
     table = []
     for width in options.widths:
         for length in options.lengths:
-            rows = measure(width, length)
+            rows = measure(width, length, options.only)
             table += rows
             for row in rows:
                 print(_line(row), flush=True)
     recipe = {
         "what": "causal attention, bfloat16, encodings' own work included",
         "tokens": TOKENS, "heads": HEADS, "seed": 0, "widths": options.widths, "lengths": options.lengths,
-        "samples": "3 rounds of 7 after 2 warm-ups, all subjects in turn",
+        "samples": "3 rounds of 7 replays of a CUDA graph, all subjects in turn",
     }  # fmt: skip
     record(options.out, recipe=recipe, values={"gate": errors, "times": table}, device="cuda")
 
