@@ -14,7 +14,6 @@ RANKS = {
     "record": 0,
     "frequencies_hf": 1,
     "encodings": 1,
-    "blocked": 1,
     "kernels": 1,
     "fused": 2,
     "reference": 2,
