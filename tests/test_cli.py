@@ -59,7 +59,7 @@ def test_several_seeds_are_shown_as_mean_and_one_by_one(capsys, tmp_path):
             ["compare", "--learning-rate", "-1"],
             "--learning-rate: Input should be greater than 0, but is -1.0",
         ),
-        (["compare", "--steps", "5"], "warmup 40 leaves nothing of steps 5: choose a smaller one"),
+        (["compare", "--steps", "5"], "warmup 50 leaves nothing of steps 5: choose a smaller one"),
         (["compare", "--heads", "7"], "7 heads"),
         (["compare", "--device", "toaster"], "device 'toaster' cannot be used here"),
         (["compare", "--resume"], "holds no run to resume"),

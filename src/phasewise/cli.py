@@ -15,6 +15,10 @@ COMPARE = """Train several encodings under one budget and evaluate each beyond t
 Writes a run folder: recipe.json, report.json, figure.svg, figure.png, and the metrics, checkpoints and
 evaluation of every training. Ctrl-C keeps what is done; --resume goes on."""
 
+PROFILE = """Measure how far back the tokens of corpora depend on each other, at several granularities.
+
+Writes a report folder: report.json, report.html, and the figures. Ctrl-C keeps what is done, marked partial."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0; 1 when its run failed; 2 for bad input; 130 when Ctrl-C stopped it."""
@@ -94,7 +98,78 @@ def compare(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"compare": compare}
+def profile(arguments: Sequence[str]) -> int:
+    """Measure how far back the tokens of corpora depend on each other, at several granularities."""
+    import tyro
+    from rich.console import Console
+
+    from phasewise.lens.dependency import Shuffle
+    from phasewise.lens.profile import ModelView, profile
+    from phasewise.lens.profile_report import figures, summary, table
+    from phasewise.lens.report import check_folder, write_report
+
+    @dataclass(kw_only=True)
+    class Options:
+        data: tyro.conf.Positional[tuple[str, ...]]
+        """Corpora: austen | chorales | jsb:PATH | text:PATH | genome:PATH | indirect-indexing."""
+        out: Path
+        """Report folder: a new one."""
+        granularities: tuple[str, ...] = ()
+        """Of text bytes words bpe:SIZE, of music notes steps, of genomes bases kmers:K; none given: several."""
+        split: str = "train"
+        """Part of each corpus: train | validation | test."""
+        longest: int | None = None
+        """Longest distance, in characters, notes or bases; None: as far as half of the pairs go, 16384 at most."""
+        shuffle: Shuffle = "document"
+        """Baseline: tokens shuffled within each document, or over the whole corpus."""
+        checkpoint: Path | None = None
+        """Folder of a model whose use of each distance to measure too."""
+        tokenizer: str = "bytes"
+        """Tokens of the checkpoint: bytes | bpe:SIZE | PATH of a tokenizer.json."""
+        context: int = 256
+        """Tokens the checkpoint is shown."""
+        seed: int = 0
+        """Of shuffling, and of places replaced for the checkpoint."""
+        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+        """Print report.json on stdout instead of the table."""
+
+    options = tyro.cli(Options, prog="phasewise profile", args=arguments, description=PROFILE)
+    check_folder(options.out)
+    view = None
+    if options.checkpoint is not None:
+        view = ModelView(str(options.checkpoint), tokenizer=options.tokenizer, context=options.context)
+    found = profile(
+        options.data,
+        granularities=options.granularities,
+        split=options.split,
+        longest=options.longest,
+        shuffle=options.shuffle,
+        model=view,
+        seed=options.seed,
+        console=Console(stderr=True),
+    )
+    recipe = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    write_report(
+        options.out,
+        kind="profile",
+        title="Dependency against distance",
+        values=found,
+        charts=figures(found),
+        recipe=recipe,
+        summary=summary(found),
+        partial=found.partial,
+    )
+    if options.as_json:
+        print((options.out / "report.json").read_text(), end="")
+    else:
+        Console().print(table(found))
+        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    if found.partial:
+        return _stop(f"{found.partial}; what was done is in {options.out}", INTERRUPTED)
+    return 0
+
+
+COMMANDS = {"compare": compare, "profile": profile}
 
 
 def _fields(recipe: BaseModel) -> list[tuple[str, Any, Any]]:

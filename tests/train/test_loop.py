@@ -69,6 +69,12 @@ def test_callers_random_state_is_left_alone(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_recipes_threads_are_used_and_the_callers_are_given_back(tmp_path):
+    before, used = torch.get_num_threads(), set()
+    run(tmp_path, recipe(threads=3), on_step=lambda *_: used.add(torch.get_num_threads()))
+    assert (used, torch.get_num_threads()) == ({3}, before)
+
+
 def test_training_learns_what_can_be_learned(tmp_path):
     trained = run(tmp_path, recipe(steps=150, warmup=10, batch_size=8, context=24))
     assert math.log(2) - 0.05 < trained.loss < math.log(2) + 0.1  # one of two tokens follows

@@ -57,7 +57,7 @@ def test_a_decayed_weight_without_gradient_shrinks_by_rate_times_decay_and_a_pha
         ({"seeds": (3, 3)}, "3 is given twice"),
         ({"evaluate_lengths": (1,)}, "greater than or equal to 2"),
         ({"steps": 10, "warmup": 10}, "warmup 10 leaves nothing of steps 10"),
-        ({"learning_rate": 1e-4}, "final_learning_rate 0.0003 is above learning_rate 0.0001"),
+        ({"learning_rate": 1e-4}, "final_learning_rate 0.0005 is above learning_rate 0.0001"),
         ({"learning_rate": math.inf}, "finite"),
         ({"learning_rat": 1e-4}, "Extra inputs"),
     ],

@@ -19,7 +19,7 @@ from phasewise.frequencies import Geometric
 from phasewise.model import Transformer, rescaled
 from phasewise.record import record, replacing
 from phasewise.train.interrupt import Interrupted, interruptible
-from phasewise.train.loop import Diverged, train
+from phasewise.train.loop import Diverged, cpu_threads, train
 from phasewise.train.recipe import SCALINGS, CompareRecipe, TrainRecipe
 from phasewise.train.report import Comparison, CorpusFacts, Row, Run, draw, require_matplotlib
 
@@ -70,7 +70,8 @@ def compare(
     _write_recipe(out, recipe, corpus)
 
     finished: list[Row] = []
-    with interruptible() as stop, _progress(console or Console(quiet=True)) as progress:
+    progress = _progress(console or Console(quiet=True))
+    with cpu_threads(recipe.threads), interruptible() as stop, progress:
         sitting = _Sitting(recipe, corpus, plan, device, stop, progress)
         for (encoding, seed), training in trainings.items():
             try:

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -54,7 +55,8 @@ def train(
     is no longer a number (the last checkpoint stays).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    with cpu_threads(recipe.threads), torch.random.fork_rng(devices=devices):
         torch.manual_seed(recipe.seed)
         model = Transformer(recipe.model).to(device).train()
         optimizer = build_optimizer(recipe, model)
@@ -93,6 +95,17 @@ def train(
                     raise Interrupted(f"step {step + 1} of {recipe.steps}")
     tail = losses[-max(recipe.steps // 10, 1) :]
     return Trained(model.eval(), math.fsum(tail) / len(tail), seconds)
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Let torch use this many CPU threads, for as long as the block lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _step(

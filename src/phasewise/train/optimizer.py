@@ -19,8 +19,8 @@ def learning_rate(recipe: Budget, step: int) -> float:
     if step < recipe.warmup:
         return recipe.learning_rate * (step + 1) / recipe.warmup
     done = (step - recipe.warmup) / max(recipe.steps - 1 - recipe.warmup, 1)
-    above = recipe.learning_rate - recipe.final_learning_rate
-    return recipe.final_learning_rate + above * (1 + math.cos(math.pi * done)) / 2
+    share = (1 + math.cos(math.pi * done)) / 2
+    return share * recipe.learning_rate + (1 - share) * recipe.final_learning_rate
 
 
 def build_optimizer(recipe: Budget, model: Transformer) -> torch.optim.AdamW:

@@ -39,13 +39,13 @@ class Budget(BaseModel):
     """Trained length in tokens."""
     batch_size: PositiveInt = 16
     """Sequences in a training step."""
-    steps: PositiveInt = 400
+    steps: PositiveInt = 600
     """Training steps."""
-    learning_rate: float = Field(default=3e-3, gt=0)
+    learning_rate: float = Field(default=5e-3, gt=0)
     """Highest learning rate, reached at the end of the warm-up."""
-    final_learning_rate: float = Field(default=3e-4, ge=0)
+    final_learning_rate: float = Field(default=5e-4, ge=0)
     """Learning rate at the last step, the end of a half cosine."""
-    warmup: NonNegativeInt = 40
+    warmup: NonNegativeInt = 50
     """Steps over which the learning rate rises linearly."""
     weight_decay: float = Field(default=0.1, ge=0)
     """AdamW's decoupled decay, on matrices only."""
@@ -55,6 +55,8 @@ class Budget(BaseModel):
     """Largest gradient norm."""
     checkpoint_every: PositiveInt = 100
     """Steps between checkpoints; the last step is always kept."""
+    threads: PositiveInt = 1
+    """CPU threads: one is fastest for small models, and other counts change the last digits."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -97,11 +99,11 @@ class CompareRecipe(Budget):
     """Rules that RoPE is also evaluated with, applied after training: linear | ntk | yarn."""
     seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (0,)
     """Seeds; each encoding is trained once from each."""
-    width: PositiveInt = 96
+    width: PositiveInt = 64
     """Width of the model."""
-    layers: PositiveInt = 3
+    layers: PositiveInt = 2
     """Layers of the model."""
-    heads: PositiveInt = 4
+    heads: PositiveInt = 2
     """Attention heads of the model."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout in training."""
