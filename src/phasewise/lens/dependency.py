@@ -19,6 +19,7 @@ CHUNK = 1 << 19
 BAND = (2.5, 97.5)
 
 Shuffle = Literal["document", "corpus"]
+Blocks = Literal["documents", "pieces", "windows"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Curve:
     parts: float64 [B, n]: the blocks' parts of the value; they sum to it.
     shares: float64 [B, n]: the blocks' shares of the pairs; they sum to 1.
     baseline: float64 [n], what was subtracted, in the same unit.
-    blocks: whether a block is a group of whole documents or a piece of one.
+    blocks: whether a block is a group of whole documents, a piece of all of them, or a window of a model.
     """
 
     distances: np.ndarray
@@ -37,7 +38,7 @@ class Curve:
     parts: np.ndarray
     shares: np.ndarray
     baseline: np.ndarray
-    blocks: Literal["documents", "pieces"]
+    blocks: Blocks
 
     @property
     def value(self) -> np.ndarray:
@@ -216,7 +217,7 @@ def _remaining(lengths: np.ndarray) -> np.ndarray:
     return (np.repeat(ends, lengths) - np.arange(ends[-1]) - 1).astype(np.int32)
 
 
-def _blocks(lengths: np.ndarray) -> tuple[np.ndarray, Literal["documents", "pieces"]]:
+def _blocks(lengths: np.ndarray) -> tuple[np.ndarray, Blocks]:
     """Where blocks begin and the last ends, in tokens, int64 [B + 1]."""
     total, ends = int(lengths.sum()), lengths.cumsum()
     even = np.arange(BLOCKS + 1) * total // BLOCKS

@@ -35,8 +35,8 @@ STRETCH = 4
 DILATES = 0.7
 STAYS = 0.3
 """ln lambda / ln stretch from which a kernel follows the window, and up to which it stays. A power law r^-a
-within 16 384 gives 0.98 at a = 0.5, 0.71 at a = 0.9, 0.34 at a = 1.1 and 0.02 at a = 1.5, so 0.7 and 0.3 lie on
-either side of a = 1, where every octave holds as much; an exponential gives 0."""
+within 16 384 gives 0.98 at a = 0.5, 0.71 at a = 0.9, 0.34 at a = 1.1 and 0.02 at a = 1.5, so 0.7 and 0.3 lie
+on either side of a = 1, where every octave holds as much; an exponential gives 0."""
 
 SHAPES = 0.35
 """Root mean square of ln (I / I') over common distances, one gain apart, up to which two granularities have

@@ -1,0 +1,317 @@
+"""The dependency profile of corpora at several granularities, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from phasewise.data import Corpus, load
+from phasewise.lens.capture import open_checkpoint
+from phasewise.lens.dependency import Blocks, Curve, Shuffle, dependency, log_spaced
+from phasewise.lens.dilation import Dilation, window_dilation
+from phasewise.lens.granularity import BY_UNIT, Sequences, sequences
+from phasewise.lens.replacement import replacement
+from phasewise.lens.shape import PowerLaw, power_law, shape_difference
+from phasewise.lens.thresholds import SHAPES
+from phasewise.lens.verdict import Verdict, judge, together
+from phasewise.lens.width import Width, kernel, measure_width
+from phasewise.model.reading import TransformerReader
+
+LONGEST = 16_384
+DISTANCES = 48
+
+
+class Profiled(BaseModel):
+    """A dependency against distance, and what was read from it. Distances and widths are in tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    distances: tuple[int, ...]
+    pairs: tuple[int, ...]
+    value: tuple[float, ...]
+    """Nats: mutual information beyond the baseline, or the rise of a model's loss."""
+    error: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    """95 % bands over resampled blocks, each distance by itself."""
+    baseline: tuple[float, ...]
+    blocks: Blocks
+    """What was resampled: groups of documents; pieces, where documents are too few; a model's windows."""
+    width: Width
+    power_law: PowerLaw | None
+    dilation: Dilation | None
+    verdict: Verdict
+    complete: bool
+    """Whether every distance asked for was measured."""
+    seconds: float
+
+
+class GranularityProfile(BaseModel):
+    """A corpus cut into tokens of one size."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    granularity: str
+    tokens: int
+    documents: int
+    vocab_size: int | None
+    classes: int
+    """Classes that the vocabulary is hashed into; each token its own where vocab_size is no larger."""
+    span: float
+    """Mean length of a token in the corpus's finest unit."""
+    shape_difference: float | None
+    """From the finest granularity, distances rescaled: root mean square of ln (I / I') but for a gain."""
+    information: Profiled
+
+
+class CorpusProfile(BaseModel):
+    """One corpus at its granularities, and as a model sees it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    source: str
+    licence: str
+    sha256: str
+    split: str
+    unit: str
+    """The finest unit, in which spans and `longest` are."""
+    longest: int
+    granularities: tuple[GranularityProfile, ...]
+    one_shape: bool | None
+    """Whether all granularities have one shape but for a gain; None where too little is seen to compare."""
+    model: Profiled | None
+    verdict: Verdict
+
+
+class Profile(BaseModel):
+    """Everything `profile` measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    corpora: tuple[CorpusProfile, ...]
+    shuffle: Shuffle
+    seed: int
+    partial: str | None
+    """What is missing, where Ctrl-C ended the measurement."""
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A model to profile corpora with.
+
+    checkpoint: its folder, of this library or of transformers.
+    tokenizer: what `load` needs to give the tokens it was trained on.
+    context: tokens in a window. windows: how many.
+    """
+
+    checkpoint: str
+    tokenizer: str = "bytes"
+    context: int = 256
+    windows: int = 64
+
+
+def profile(
+    names: Sequence[str],
+    *,
+    granularities: Sequence[str] | None = None,
+    split: str = "train",
+    longest: int | None = None,
+    shuffle: Shuffle = "document",
+    model: ModelView | None = None,
+    seed: int = 0,
+    console: Console | None = None,
+) -> Profile:
+    """Profile corpora by name, as `phasewise.data.load` takes them, telling `console` of the progress.
+
+    granularities: None: those of `BY_UNIT` for what the corpus's tokens are.
+    longest: the longest distance, in the corpus's finest unit; None: where half as many pairs remain as at
+        distance 1, and 16 384 at most.
+    model: measure a model's use of each corpus too, see `replacement`.
+    Ctrl-C returns what was done so far, marked partial; before any of it, it interrupts.
+
+    Raises ValueError for what `load`, `sequences` and `dependency` refuse.
+    """
+    done: list[CorpusProfile] = []
+    partial = None
+    with _progress(console or Console(quiet=True)) as progress:
+        for name in names:
+            sitting = _Sitting(name, split, longest, shuffle, seed, progress)
+            try:
+                sitting.measure(granularities)
+                if model is not None:
+                    sitting.look(model)
+            except KeyboardInterrupt:
+                if not done and not sitting.measured:
+                    raise
+                partial = f"interrupted at {name}"
+            if sitting.measured:
+                done.append(sitting.result())
+            if partial or sitting.cut:
+                partial = partial or f"interrupted at {name}"
+                break
+    return Profile(corpora=tuple(done), shuffle=shuffle, seed=seed, partial=partial)
+
+
+@dataclass
+class _Sitting:
+    """One corpus as its granularities are measured."""
+
+    name: str
+    split: str
+    longest: int | None
+    shuffle: Shuffle
+    seed: int
+    progress: Progress
+    corpus: Corpus = field(init=False)
+    measured: list[tuple[Sequences, Curve, Profiled]] = field(default_factory=list)
+    seen: Profiled | None = None
+    cut: bool = False
+
+    def measure(self, granularities: Sequence[str] | None) -> None:
+        with self._bar("reading", None):
+            self.corpus = load(self.name)
+        for granularity in granularities or BY_UNIT[self.corpus.unit]:
+            with self._bar(granularity, DISTANCES) as advance:
+                started = perf_counter()
+                cut = sequences(self.corpus, granularity, split=self.split)
+                if self.longest is None:
+                    self.longest = _longest(cut)
+                asked = log_spaced(max(1, int(self.longest / cut.span)), count=DISTANCES)
+                curve = dependency(
+                    cut.classes,
+                    cut.lengths,
+                    distances=asked,
+                    shuffle=self.shuffle,
+                    seed=self.seed,
+                    on_distance=advance,
+                )
+                self.cut = len(curve.distances) < len(asked)
+                found = read(curve, complete=not self.cut, seconds=perf_counter() - started)
+                self.measured.append((cut, curve, found))
+            if self.cut:
+                return
+
+    def look(self, view: ModelView) -> None:
+        if self.cut:
+            return
+        with self._bar("model", view.windows) as advance:
+            started = perf_counter()
+            model, vocab_size = _opened(view.checkpoint)
+            corpus = load(self.name, tokenizer=view.tokenizer)
+            if corpus.vocab_size > vocab_size:
+                raise ValueError(
+                    f"{view.checkpoint} knows {vocab_size} tokens, but {corpus.name} has "
+                    f"{corpus.vocab_size}; give the tokenizer that the model was trained with"
+                )
+            held_out = corpus.split("test")
+            curve = replacement(
+                model,
+                held_out.take(np.arange(len(held_out))),
+                context=view.context,
+                windows=view.windows,
+                seed=self.seed,
+                on_window=advance,
+            )
+            self.cut = len(curve.parts) < view.windows
+            self.seen = read(curve, complete=not self.cut, seconds=perf_counter() - started)
+
+    def result(self) -> CorpusProfile:
+        corpus = self.corpus
+        finest = self.measured[0]
+        levels = []
+        for cut, curve, found in self.measured:
+            is_finest = cut is finest[0]
+            difference = None if is_finest else shape_difference(finest[1], finest[0].span, curve, cut.span)
+            levels.append(
+                GranularityProfile(
+                    granularity=cut.granularity,
+                    tokens=len(cut.classes),
+                    documents=len(cut.lengths),
+                    vocab_size=cut.vocab_size,
+                    classes=cut.count,
+                    span=cut.span,
+                    shape_difference=difference,
+                    information=found,
+                )
+            )
+        differences = [level.shape_difference for level in levels[1:]]
+        compared = [difference for difference in differences if difference is not None]
+        assert self.longest is not None
+        return CorpusProfile(
+            name=corpus.name,
+            source=corpus.source,
+            licence=corpus.licence,
+            sha256=corpus.sha256,
+            split=self.split,
+            unit=finest[0].unit,
+            longest=self.longest,
+            granularities=tuple(levels),
+            one_shape=max(compared) <= SHAPES if compared else None,
+            model=self.seen,
+            verdict=together([(level.granularity, level.information.verdict) for level in levels]),
+        )
+
+    @contextmanager
+    def _bar(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        bar = self.progress.add_task(f"{self.name}, {what}", total=total)
+        try:
+            yield lambda done: self.progress.update(bar, completed=done)
+        finally:
+            self.progress.remove_task(bar)
+
+
+def read(curve: Curve, *, complete: bool = True, seconds: float = 0.0) -> Profiled:
+    """Read width, power law, dilation and verdict from a curve."""
+    width, law, found = measure_width(curve), power_law(curve), kernel(curve)
+    dilation = None if found is None else window_dilation(found)
+    low, high = curve.band()
+    return Profiled(
+        distances=tuple(curve.distances.tolist()),
+        pairs=tuple(curve.pairs.tolist()),
+        value=tuple(curve.value.tolist()),
+        error=tuple(curve.error.tolist()),
+        low=tuple(low.tolist()),
+        high=tuple(high.tolist()),
+        baseline=tuple(curve.baseline.tolist()),
+        blocks=curve.blocks,
+        width=width,
+        power_law=law,
+        dilation=dilation,
+        verdict=judge(width, law, dilation),
+        complete=complete,
+        seconds=seconds,
+    )
+
+
+def _opened(checkpoint: str) -> tuple[Callable[[Tensor], Tensor], int]:
+    """Tokens to logits, and how many tokens it knows."""
+    reader = open_checkpoint(checkpoint)
+    if isinstance(reader, TransformerReader):
+        return reader.model, reader.facts.vocab_size
+    from phasewise.hf.reading import HFReader
+
+    assert isinstance(reader, HFReader)
+    decoder = reader.model
+    return lambda tokens: decoder(input_ids=tokens, use_cache=False).logits, reader.facts.vocab_size
+
+
+def _longest(cut: Sequences) -> int:
+    """The distance at which half of the pairs remain, 16 384 at most, in units."""
+    ordered = np.sort(cut.lengths)
+    reach = np.unique(np.geomspace(1, max(2, ordered[-1] - 1), 200).astype(np.int64))
+    pairs = np.array([np.maximum(ordered - distance, 0).sum() for distance in reach])
+    return int(min(LONGEST, reach[pairs * 2 >= pairs[0]][-1] * cut.span))
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)

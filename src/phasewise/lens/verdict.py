@@ -1,0 +1,96 @@
+"""What a profile says on interpolation: self-similar, resolution-bound or mixed, and on what numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from phasewise.lens.dilation import Dilation
+from phasewise.lens.shape import PowerLaw
+from phasewise.lens.thresholds import (
+    CURVATURE,
+    DECADES,
+    DILATES,
+    GROWING,
+    HIDDEN,
+    ROUGHNESS,
+    STAYS,
+)
+from phasewise.lens.width import Width
+
+Kind = Literal["self-similar", "resolution-bound", "mixed", "undetermined"]
+
+
+class Verdict(BaseModel):
+    """One word, and why.
+
+    self-similar: a power law whose kernel stretches with the window, so uniform interpolation fits.
+    resolution-bound: the kernel stays where it is when the window grows, so high frequencies are to be kept.
+    mixed: neither. undetermined: the data are too few, or there is nothing to see.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Kind
+    reasons: tuple[str, ...]
+
+
+def judge(width: Width, law: PowerLaw | None, dilation: Dilation | None) -> Verdict:
+    """The verdict on one curve."""
+    if width.kind == "none" or dilation is None:
+        return Verdict(kind="undetermined", reasons=("no dependence stands above noise at any distance",))
+    reasons = (_of_width(width), _of_dilation(dilation), _of_law(law))
+    relative = 0.0 if dilation.relative is None else dilation.relative
+    if law is not None and law.holds and relative >= DILATES:
+        return Verdict(kind="self-similar", reasons=reasons)
+    if relative <= STAYS or width.kind in ("compact", "decaying"):
+        return Verdict(kind="undetermined" if width.kind == "hidden" else "resolution-bound", reasons=reasons)
+    return Verdict(kind="mixed", reasons=reasons)
+
+
+def together(verdicts: Sequence[tuple[str, Verdict]]) -> Verdict:
+    """The verdict on a corpus from those on its granularities: theirs where they agree, otherwise mixed."""
+    reasons = tuple(f"{name}: {verdict.kind}" for name, verdict in verdicts)
+    determined: list[Kind] = [verdict.kind for _, verdict in verdicts if verdict.kind != "undetermined"]
+    if not determined:
+        return Verdict(kind="undetermined", reasons=reasons)
+    return Verdict(kind=determined[0] if len(set(determined)) == 1 else "mixed", reasons=reasons)
+
+
+def _of_width(width: Width) -> str:
+    assert width.growth is not None
+    assert width.hidden is not None
+    if width.kind == "hidden":
+        return (
+            f"up to {width.hidden:.0%} of the kernel (threshold {HIDDEN:.0%}) may lie below the noise beyond "
+            f"{width.seen} tokens: W90 = {width.w90:.4g} is a lower bound, as is lambda"
+        )
+    if width.kind == "compact":
+        return f"the kernel ends at {width.seen} tokens"
+    grows = "grows with the window" if width.kind == "growing" else "has a size of its own"
+    return (
+        f"W90 = {width.w90:.4g} tokens within {width.truncation}, and {grows}: "
+        f"d ln W90 / d ln window = {width.growth:.2f} (threshold {GROWING})"
+    )
+
+
+def _of_dilation(dilation: Dilation) -> str:
+    low, high = dilation.interval
+    relative = "" if dilation.relative is None else f", {dilation.relative:.2f} of the way in logarithm"
+    return (
+        f"a window {dilation.stretch:.3g} times as long dilates the kernel by {dilation.factor:.2f} "
+        f"({low:.2f} to {high:.2f}){relative} (self-similar from {DILATES}, resolution-bound up to {STAYS})"
+    )
+
+
+def _of_law(law: PowerLaw | None) -> str:
+    if law is None:
+        return "too few distances stand above noise for a slope"
+    found = (
+        f"slope {law.slope:.2f}, curvature {law.curvature:.3f} (threshold {CURVATURE}), roughness "
+        f"{law.roughness:.1f} (threshold {ROUGHNESS}) from {law.first} to {law.last} tokens, "
+        f"{law.decades:.2f} decades (at least {DECADES})"
+    )
+    return f"a power law: {found}" if law.holds else f"no power law over {DECADES} decades: {found}"
