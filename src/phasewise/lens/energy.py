@@ -99,6 +99,11 @@ class Meter:
             coherent=mean["q"].square().sum(-1) * centre.square().sum(-1) * gain,
         )
 
+    def magnitudes(self) -> tuple[Tensor, Tensor]:
+        """Mean queries [Hq, n] and keys [Hkv, n], of an encoding with one number a channel."""
+        q, k = self._sums["q"], self._sums["k"]
+        return q.squeeze(-1) / self._tokens, k.squeeze(-1) / self._tokens
+
     def _channels(self, x: Tensor) -> Tensor:
         """The numbers of each channel, [.., n, p]: turning ones first, then those that pass, two and two."""
         wide = x.to(working_dtype(x.dtype))

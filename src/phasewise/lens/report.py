@@ -92,7 +92,7 @@ def plotly(chart: Chart) -> dict[str, object]:
     A heat map is sent as its values; the page makes logarithms and hover texts of them when it is shown.
     """
     if isinstance(chart, HeatMap):
-        return {"data": [_heat_map(chart)], "layout": _layout(chart, _category(chart.x), _category(chart.y))}
+        return {"data": [_heat_map(chart)], "layout": _layout(chart, _title(chart.x), _title(chart.y))}
     traces = []
     for number, line in enumerate(chart.lines):
         traces += _line(line, PALETTE[number % len(PALETTE)])
@@ -102,11 +102,11 @@ def plotly(chart: Chart) -> dict[str, object]:
 def _heat_map(chart: HeatMap) -> dict[str, object]:
     return {
         "type": "heatmap",
-        "x": list(chart.columns),
-        "y": list(chart.rows),
         "z": [[_number(value) for value in row] for row in chart.z],
         "colorscale": COLOURS,
         "meta": {
+            "columns": list(chart.columns),
+            "rows": list(chart.rows),
             "log": chart.value.scale == "log",
             "low": chart.low,
             "notes": [list(notes) for notes in chart.notes],
@@ -135,11 +135,11 @@ def _layout(chart: Chart, x: dict[str, object], y: dict[str, object]) -> dict[st
 
 
 def _axis(axis: Axis) -> dict[str, object]:
-    return {"title": {"text": axis.title}, "type": axis.scale}
+    return {**_title(axis), "type": axis.scale}
 
 
-def _category(axis: Axis) -> dict[str, object]:
-    return {"title": {"text": axis.title}, "type": "category"}
+def _title(axis: Axis) -> dict[str, object]:
+    return {"title": {"text": axis.title}}
 
 
 def _number(value: float) -> float | None:
