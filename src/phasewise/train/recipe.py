@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from phasewise.data import NAMES
 from phasewise.encodings import named
 from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
 from phasewise.model import ModelConfig
@@ -31,8 +32,7 @@ class Budget(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    data: str = "austen"
-    """Corpus: austen | chorales | jsb:PATH | text:PATH | indirect-indexing."""
+    data: str = Field(default="austen", description=f"Corpus: {' | '.join(NAMES)}.")
     tokenizer: str = "bytes"
     """For text: bytes | bpe:SIZE (trained on the corpus) | the path of a tokenizer.json."""
     context: int = Field(default=128, ge=2)
@@ -56,7 +56,7 @@ class Budget(BaseModel):
     checkpoint_every: PositiveInt = 100
     """Steps between checkpoints; the last step is always kept."""
     threads: PositiveInt = 1
-    """CPU threads: one is fastest for small models, and other counts change the last digits."""
+    """CPU threads; another count changes the last digits of the losses."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -94,9 +94,9 @@ class CompareRecipe(Budget):
     """Train several encodings on one corpus under one budget and evaluate each beyond the trained length."""
 
     encodings: Annotated[tuple[str, ...], Field(min_length=1)] = ("rope", "pope", "tapa", "nope", "alibi")
-    """Encodings to train: rope | pope | tapa | nope | alibi."""
+    """Encodings to train, of these."""
     scalings: tuple[str, ...] = tuple(SCALINGS)
-    """Rules that RoPE is also evaluated with, applied after training: linear | ntk | yarn."""
+    """Rules that RoPE is also evaluated with, applied after training; none: --scalings alone."""
     seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (0,)
     """Seeds; each encoding is trained once from each."""
     width: PositiveInt = 64
