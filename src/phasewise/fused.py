@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from phasewise.encodings import TAPA, ALiBi, NoPE, PoPE, RoPE
 from phasewise.encodings.base import Encoding
 from phasewise.frequencies import Static
 from phasewise.kernels import separable, tapa
+from phasewise.kernels.hardware import capability
 from phasewise.positions import Positions
 
 Body = Literal["flash", "cudnn", "triton"]
@@ -37,12 +37,7 @@ class Hardware:
     @classmethod
     def of(cls, tensor: Tensor) -> Hardware:
         """The hardware that `tensor` is on."""
-        return cls(tensor.device.type, _capability(tensor.device))
-
-
-@torch.compiler.assume_constant_result
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        return cls(tensor.device.type, capability(tensor.device))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
+from phasewise.kernels.hardware import capability
 from phasewise.kernels.library import Body, Preparation, separable
 
 __all__ = ["attend", "pope", "rope", "unsupported"]
@@ -57,7 +58,8 @@ def unsupported(
         if device == "cuda":
             recent = capability is not None and capability[0] >= 8
             return None if recent else f"triton needs compute capability 8.0, not {capability}"
-        return None if _INTERPRETED else f"triton needs a CUDA device, not {device}"
+        interpreted = _INTERPRETED and device == "cpu"
+        return None if interpreted else f"triton needs a CUDA device, not {device}"
     if device != "cuda":
         return f"{body} needs a CUDA device, not {device}"
     if dtype not in _HALVES:
@@ -83,11 +85,6 @@ def unsupported(
     if qk_width > 256 or v_width > 128:
         return f"cudnn takes widths up to 256 (q, k) and 128 (v), not {qk_width} and {v_width}"
     return None
-
-
-@torch.compiler.assume_constant_result
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def attend(
@@ -145,7 +142,8 @@ def _call(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     width = q.shape[3] * (1 if preparation in ("none", "rope") else 2)
     reason = unsupported(
-        body, device=q.device.type, capability=_capability(q.device), dtype=q.dtype, qk_width=width, v_width=v.shape[3], queries=q.shape[2], keys=k.shape[2], causal=causal,
+        body, device=q.device.type, capability=capability(q.device), dtype=q.dtype, qk_width=width,
+        v_width=v.shape[3], queries=q.shape[2], keys=k.shape[2], causal=causal,
         window=window, placed=any(x is not None for x in places), sloped=slopes is not None,
     )  # fmt: skip
     if reason is not None:

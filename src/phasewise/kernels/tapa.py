@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from phasewise.kernels.hardware import capability
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256
 _TRITON = importlib.util.find_spec("triton") is not None
@@ -59,7 +61,7 @@ def attend(
     """
     width, v_width = q.shape[3], v.shape[3]
     reason = unsupported(
-        device=q.device.type, capability=_capability(q.device), dtype=q.dtype, qk_width=width, v_width=v_width
+        device=q.device.type, capability=capability(q.device), dtype=q.dtype, qk_width=width, v_width=v_width
     )
     if reason is not None:
         raise ValueError(reason)
@@ -94,16 +96,11 @@ def unsupported(
     if not _TRITON:
         return "triton is not installed; `pip install phasewise[gpu]`"
     if device == "cuda":
-        enough = (capability or (0, 0)) >= (8, 0)
+        enough = capability is not None and capability[0] >= 8  # torch.compile cannot compare tuples
         return None if enough else f"TAPA's kernel needs compute capability 8.0, not {capability}"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return "bfloat16 products are wrong in Triton's interpreter" if dtype == torch.bfloat16 else None
     return f"TAPA's kernel needs a CUDA device, not {device}"
-
-
-@torch.compiler.assume_constant_result
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _tapa(
