@@ -59,13 +59,17 @@ def masked(
     scores, masking, i, i_segment, j, j_segment, slope, window, scale_log2,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SLOPED: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores, UNSEEN where hidden; all arguments broadcast, so either axis may hold the queries."""
-    scores *= scale_log2
+    """Scores, UNSEEN where hidden, and the factor that brings them to base 2 (left to a later multiply-add).
+
+    All arguments broadcast, so either axis may hold the queries.
+    """
+    factor = scale_log2
     if SLOPED:
-        scores -= slope * tl.abs(i - j).to(tl.float32)
+        scores = scores * scale_log2 - slope * tl.abs(i - j).to(tl.float32)
+        factor = 1.0
     if masking:
         scores = tl.where(visible(i, i_segment, j, j_segment, window, CAUSAL, WINDOWED), scores, UNSEEN)
-    return scores
+    return scores, factor
 
 
 @triton.jit
@@ -86,7 +90,8 @@ def forward_kernel(
     slope = tl.load(slopes_ptr + h) * LOG2E if SLOPED else 0.0
     q = load_tile(q_desc, b, h, m)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    top = tl.full([BLOCK_M], UNSEEN / 10, tl.float32)
+    # Above every hidden score, scaled or not, so that hidden keys weigh 0 from the start.
+    top = tl.full([BLOCK_M], -1e20, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     low, full_low, full_high, high = key_tiles(
         span_ptr, tl.where(place_rows[0] > 0, b, 0), tile, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
@@ -95,12 +100,12 @@ def forward_kernel(
         k = load_tile(k_desc, b, h // GROUP, n)
         scores = tl.dot(q, k.T, input_precision="ieee")
         j, j_segment = load_places(places[2], places[3], k_row, n + tl.arange(0, BLOCK_N), S, 0, PLACED)
-        scores = masked(
+        scores, factor = masked(
             scores, (n < full_low) | (n >= full_high), i[:, None], i_segment[:, None], j[None, :], j_segment[None, :],
             slope, window, scale_log2, CAUSAL, WINDOWED, SLOPED,
         )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+        p = tl.exp2(scores * factor - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
         v = load_tile(v_desc, b, h // GROUP, n)
@@ -173,11 +178,11 @@ def query_grad_kernel(
         scores = tl.dot(q, k.T, input_precision="ieee")
         dp = tl.dot(dout, v.T, input_precision="ieee")
         j, j_segment = load_places(places[2], places[3], k_row, n + tl.arange(0, BLOCK_N), S, 0, PLACED)
-        scores = masked(
+        scores, factor = masked(
             scores, (n < full_low) | (n >= full_high), i[:, None], i_segment[:, None], j[None, :], j_segment[None, :],
             slope, window, scale_log2, CAUSAL, WINDOWED, SLOPED,
         )  # fmt: skip
-        p = tl.exp2(scores - lse[:, None])
+        p = tl.exp2(scores * factor - lse[:, None])
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     e = tl.arange(0, BLOCK_E)
@@ -223,11 +228,11 @@ def key_grad_kernel(
             lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, t, T)
             scores = tl.dot(k, q.T, input_precision="ieee")
             i, i_segment = load_places(places[0], places[1], q_row, t, T, S - T, PLACED)
-            scores = masked(
+            scores, factor = masked(
                 scores, (m < full_low) | (m >= full_high), i[None, :], i_segment[None, :], j[:, None],
                 j_segment[:, None], slope, window, scale_log2, CAUSAL, WINDOWED, SLOPED,
             )  # fmt: skip
-            p = tl.exp2(scores - lse[None, :])
+            p = tl.exp2(scores * factor - lse[None, :])
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
             dp = tl.dot(v, dout.T, input_precision="ieee")
             ds = p * (dp - delta[None, :])

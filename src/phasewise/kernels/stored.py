@@ -61,13 +61,13 @@ def score_grad_kernel(
             dout = load_tile(dout_desc, b, h, m)
             i = m + tl.arange(0, BLOCK_M)
             lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, i, T)
-            scores = tl.dot(k, q.T, input_precision="ieee") * scale_log2
+            scores = tl.dot(k, q.T, input_precision="ieee")
             if (m < full) | (n + BLOCK_N > T):
                 seen = (j < T)[:, None]
                 if CAUSAL:
                     seen &= j[:, None] <= i[None, :]
                 scores = tl.where(seen, scores, UNSEEN)
-            p = tl.exp2(scores - lse[None, :])
+            p = tl.exp2(scores * scale_log2 - lse[None, :])
             dp = tl.dot(v, dout.T, input_precision="ieee")
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
             ds = (p * (dp - delta[None, :])).to(q.dtype)
