@@ -20,7 +20,8 @@ _TRITON = importlib.util.find_spec("triton") is not None
 _PLACES = "Tensor? q_index, Tensor? q_segment, Tensor? k_index, Tensor? k_segment"
 _SCORE = "int amplitude_dim, float scale, float unit, bool linear, bool causal, int? window"
 torch.library.define(
-    "phasewise::tapa", f"(Tensor q, Tensor k, Tensor v, Tensor alpha, {_PLACES}, {_SCORE}) -> (Tensor, Tensor)"
+    "phasewise::tapa",
+    f"(Tensor q, Tensor k, Tensor v, Tensor alpha, {_PLACES}, {_SCORE}) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "phasewise::tapa_backward",
@@ -66,7 +67,9 @@ def attend(
     if reason is not None:
         raise ValueError(reason)
     if not 0 < amplitude_dim < width:
-        raise ValueError(f"amplitude_dim must leave both parts a channel: from 1 to {width - 1}, not {amplitude_dim}")
+        raise ValueError(
+            f"amplitude_dim must leave both parts a channel: from 1 to {width - 1}, not {amplitude_dim}"
+        )
     if scale is not None and scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
     if not isinstance(alpha, Tensor):

@@ -32,8 +32,17 @@ from phasewise.kernels.tapa_score import (
     store_tile,
     tile_is_far,
 )
-from phasewise.kernels.tiles import EMPTY, LOG2E, Places, block_width, describe, key_span, launch, load_places, query_span
-
+from phasewise.kernels.tiles import (
+    EMPTY,
+    LOG2E,
+    Places,
+    block_width,
+    describe,
+    key_span,
+    launch,
+    load_places,
+    query_span,
+)
 
 PADDING = 128  # what the number of queries is rounded up to: a multiple of every block of them
 
@@ -58,7 +67,9 @@ def statistics_kernel(
     at = offsets_m.to(tl.int64)[:, None]
     inside = (offsets_m < T)[:, None] & (offsets_v < V)[None, :]
     here = tl.load(out_ptr + at * stride_out_t + offsets_v * stride_out_d, inside, other=0.0).to(tl.float32)
-    above = tl.load(grad_out_ptr + at * stride_grad_t + offsets_v * stride_grad_d, inside, other=0.0).to(tl.float32)
+    above = tl.load(grad_out_ptr + at * stride_grad_t + offsets_v * stride_grad_d, inside, other=0.0).to(
+        tl.float32
+    )
     delta = tl.sum(here * above, 1)
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + row * T + offsets_m, offsets_m < T, other=0.0)
@@ -86,7 +97,7 @@ def query_grad_tiles(
     REACH: tl.constexpr, ALPHA: tl.constexpr, PLACED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     LINEAR: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Unscaled gradients by q_A [M, A], by q_P [M, P] (its channels are alike, [M], when LINEAR) and, a row, by alpha."""
+    """Unscaled gradients by q_A [M, A], by q_P [M, P] ([M] when LINEAR, whose channels are alike) and by alpha [M]."""
     offsets_n = tl.arange(0, BLOCK_N)
     for first_n in tl.range(low, high, BLOCK_N):
         amplitude_k = load_tile(k_a, batch, group, first_n)
@@ -116,7 +127,9 @@ def query_grad_tiles(
         _, level, twist = score_gradient(
             amplitude, phase, strength, lse[:, None], upstream, delta[:, None], scale_log2, FAST
         )
-        grad_amplitude = tl.dot(level.to(amplitude_k.dtype), amplitude_k, grad_amplitude, input_precision=PRECISION)
+        grad_amplitude = tl.dot(
+            level.to(amplitude_k.dtype), amplitude_k, grad_amplitude, input_precision=PRECISION
+        )
         if LINEAR:
             grad_phase += tl.sum(twist, 1)
         else:
@@ -190,7 +203,9 @@ def query_grad_kernel(
         grad_phase = tl.broadcast_to(grad_phase[:, None], [BLOCK_M, BLOCK_P])
     grad_q_ptr += batch.to(tl.int64) * stride_q_b + head.to(tl.int64) * stride_q_h
     store_tile(grad_q_ptr, 0, offsets_m, T, stride_q_t, stride_q_d, grad_amplitude * scale, A, BLOCK_A)
-    store_tile(grad_q_ptr, A, offsets_m, T, stride_q_t, stride_q_d, grad_phase * (radians * -scale), P, BLOCK_P)
+    store_tile(
+        grad_q_ptr, A, offsets_m, T, stride_q_t, stride_q_d, grad_phase * (radians * -scale), P, BLOCK_P
+    )
     if ALPHA:
         tl.store(grad_alpha_ptr + row + offsets_m, grad_alpha * (radians * -scale), offsets_m < T)
 
@@ -236,7 +251,9 @@ def key_grad_tiles(
             amplitude, phase, strength, lse[None, :], upstream, delta[None, :], scale_log2, FAST
         )
         grad_values = tl.dot(weights.to(above.dtype), above, grad_values, input_precision=PRECISION)
-        grad_amplitude = tl.dot(level.to(amplitude_q.dtype), amplitude_q, grad_amplitude, input_precision=PRECISION)
+        grad_amplitude = tl.dot(
+            level.to(amplitude_q.dtype), amplitude_q, grad_amplitude, input_precision=PRECISION
+        )
         if LINEAR:
             grad_phase += tl.sum(twist, 1)
         else:
@@ -302,9 +319,9 @@ def key_grad_kernel(
         )  # fmt: skip
         if SERIES and CAUSAL and not (WINDOWED or PLACED):
             grad_amplitude, grad_phase, grad_values = key_grad_tiles(
-                grad_amplitude, grad_phase, grad_values, amplitude_k, phase_k, values, q_a, q_p, grad_out, lse_ptr + row,
-                delta_ptr + row, batch, head, far_low, high, full_low, full_high, first_n, j, j_segment, q_index_ptr,
-                q_segment_ptr, q_row, T, S - T, window, scale_log2, alpha, unit, reach,
+                grad_amplitude, grad_phase, grad_values, amplitude_k, phase_k, values, q_a, q_p, grad_out,
+                lse_ptr + row, delta_ptr + row, batch, head, far_low, high, full_low, full_high, first_n, j,
+                j_segment, q_index_ptr, q_segment_ptr, q_row, T, S - T, window, scale_log2, alpha, unit, reach,
                 FAR, PLACED, CAUSAL, WINDOWED, LINEAR, FAST, PRECISION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
@@ -313,7 +330,9 @@ def key_grad_kernel(
     grad_k_ptr += batch.to(tl.int64) * stride_k_b + group.to(tl.int64) * stride_k_h
     grad_v_ptr += batch.to(tl.int64) * stride_v_b + group.to(tl.int64) * stride_v_h
     store_tile(grad_k_ptr, 0, offsets_n, S, stride_k_t, stride_k_d, grad_amplitude * scale, A, BLOCK_A)
-    store_tile(grad_k_ptr, A, offsets_n, S, stride_k_t, stride_k_d, grad_phase * (radians * -scale), P, BLOCK_P)
+    store_tile(
+        grad_k_ptr, A, offsets_n, S, stride_k_t, stride_k_d, grad_phase * (radians * -scale), P, BLOCK_P
+    )
     store_tile(grad_v_ptr, 0, offsets_n, S, stride_v_t, stride_v_d, grad_values, V, BLOCK_V)
 
 

@@ -25,7 +25,17 @@ from phasewise.kernels.tapa_score import (
     store_tile,
     tile_is_far,
 )
-from phasewise.kernels.tiles import EMPTY, LN2, UNSEEN, Places, block_width, describe, key_span, launch, load_places
+from phasewise.kernels.tiles import (
+    EMPTY,
+    LN2,
+    UNSEEN,
+    Places,
+    block_width,
+    describe,
+    key_span,
+    launch,
+    load_places,
+)
 
 
 @triton.jit

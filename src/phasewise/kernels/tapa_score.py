@@ -198,7 +198,9 @@ def span_at(batch, tile, tiles, row_stride):
 
 
 @triton.jit
-def store_tile(ptr, first_column, rows, length, row_stride, column_stride, values, width, COLUMNS: tl.constexpr):
+def store_tile(
+    ptr, first_column, rows, length, row_stride, column_stride, values, width, COLUMNS: tl.constexpr
+):
     """`width` columns of one head, from `first_column` on."""
     columns = tl.arange(0, COLUMNS)
     at = rows.to(tl.int64)[:, None] * row_stride + (first_column + columns)[None, :] * column_stride
@@ -245,7 +247,10 @@ class Score:
 
     def blocks(self, q: Tensor) -> dict[str, int]:
         """Widths of the tiles of both parts."""
-        return {"BLOCK_A": block_width(self.amplitude_dim), "BLOCK_P": block_width(q.shape[3] - self.amplitude_dim)}
+        return {
+            "BLOCK_A": block_width(self.amplitude_dim),
+            "BLOCK_P": block_width(q.shape[3] - self.amplitude_dim),
+        }
 
     def parts(self, x: Tensor, block: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """Amplitude and phase part of queries or keys, in tiles of `block` rows."""
