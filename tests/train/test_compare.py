@@ -151,6 +151,13 @@ def test_resuming_nothing_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("content", ["", "{}", '{"recipe": {"colour": 1}}'])
+def test_recipe_that_cannot_be_read_is_refused(tmp_path, content):
+    (tmp_path / "recipe.json").write_text(content)
+    with pytest.raises(ValueError, match=r"recipe.json is not a recipe of compare: choose another folder"):
+        compare(tiny(), tmp_path, resume=True)
+
+
 @pytest.mark.parametrize("held", ["file", "folder"])
 def test_place_that_holds_something_is_refused_and_left_alone(tmp_path, held):
     out = tmp_path / "run"

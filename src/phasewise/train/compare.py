@@ -101,11 +101,15 @@ def compare(
 
 
 def read_recipe(out: Path) -> CompareRecipe:
-    """The recipe of the run folder `out`; ValueError when there is none."""
+    """The recipe of the run folder `out`; ValueError when there is none, or one that cannot be read."""
     try:
         return CompareRecipe.model_validate(json.loads((out / "recipe.json").read_text())["recipe"])
     except FileNotFoundError as error:
         raise ValueError(f"{out} holds no run to resume: leave out --resume to start one there") from error
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"{out / 'recipe.json'} is not a recipe of compare: choose another folder"
+        ) from error
 
 
 def _same_recipe(out: Path, recipe: CompareRecipe) -> None:

@@ -69,7 +69,7 @@ def train(
             _set_random(checkpoint.random, device)
             done, seconds = checkpoint.step, checkpoint.seconds
         losses = _truncate(folder / "metrics.jsonl", done)
-        with (folder / "metrics.jsonl").open("a") as metrics:
+        with (folder / "metrics.jsonl").open("a", buffering=1) as metrics:
             for step in range(done, recipe.steps):
                 started = perf_counter()
                 record = _step(recipe, corpus, model, optimizer, step, device)
@@ -79,7 +79,6 @@ def train(
                 on_step(step + 1, record["loss"])
                 stopping = stop() and step + 1 < recipe.steps
                 if stopping or (step + 1) % recipe.checkpoint_every == 0 or step + 1 == recipe.steps:
-                    metrics.flush()
                     os.fsync(metrics.fileno())
                     checkpoint = Checkpoint(
                         step=step + 1,
