@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from phasewise.lens.dependency import Curve
+from phasewise.lens.dependency import Curve, log_spaced
+
+FAR = log_spaced(16_384)
 
 
 def entropy(probabilities):

@@ -9,7 +9,7 @@ from phasewise.lens.shape import power_law, shape_difference
 from phasewise.lens.width import above_noise, kernel, measure_width, quantile
 from tests.lens import sources
 
-FAR = log_spaced(16_384)
+FAR = sources.FAR
 
 
 def kernel_of(values, **options):

@@ -140,6 +140,8 @@ def profile(
 
     Raises ValueError for what `load`, `sequences` and `dependency` refuse.
     """
+    if longest is not None and longest < 1:
+        raise ValueError(f"longest must be at least 1, but is {longest}")
     done: list[CorpusProfile] = []
     partial = None
     with _progress(console or Console(quiet=True)) as progress:

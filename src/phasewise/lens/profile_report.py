@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from phasewise.lens.charts import Axis, Figure, Line, Lines
@@ -26,20 +27,20 @@ def label(corpus: CorpusProfile) -> str:
 def table(profile: Profile) -> Table:
     """One row a corpus and granularity: width, power law, dilation and verdict."""
     caption = (
-        f"width and reach in tokens; slope of ln I against ln r over decades of r, * where no power law; "
+        "width in tokens; slope of ln I against ln r over decades of r, * where that is no power law; "
         f"dilation of the kernel in a window {STRETCH} times as long"
     )
-    shown = Table(caption=caption, caption_justify="left")
-    shown.add_column("corpus")
-    for title in ("tokens", "width", "seen to", "slope", "dilation"):
-        shown.add_column(title, justify="right")
-    shown.add_column("verdict")
+    shown = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
+    shown.add_column("corpus", no_wrap=True)
+    for title in ("width", "slope", "dilation"):
+        shown.add_column(title, justify="right", no_wrap=True)
+    shown.add_column("verdict", no_wrap=True)
     for corpus in profile.corpora:
-        shown.add_row(label(corpus), "", "", "", "", "", corpus.verdict.kind, style="bold")
+        shown.add_row(label(corpus), "", "", "", corpus.verdict.kind, style="bold")
         for level in corpus.granularities:
-            shown.add_row(f"  {level.granularity}", f"{level.tokens:,}", *_cells(level.information))
+            shown.add_row(f"  {level.granularity}", *_cells(level.information))
         if corpus.model is not None:
-            shown.add_row("  model", "", *_cells(corpus.model))
+            shown.add_row("  model", *_cells(corpus.model))
     return shown
 
 
@@ -120,16 +121,12 @@ def figures(profile: Profile) -> list[Figure]:
     return found
 
 
-def _cells(found: Profiled) -> tuple[str, ...]:
+def _cells(found: Profiled) -> tuple[str, str, str, str]:
     width, law, dilation = found.width, found.power_law, found.dilation
     size = "-" if width.width is None else f"{'≥ ' * (width.kind == 'hidden')}{width.width:.4g}"
-    seen = "-" if width.seen is None else str(width.seen)
     slope = "-" if law is None else f"{law.slope:.2f}{'' if law.holds else '*'} ({law.decades:.1f})"
-    dilated = "-"
-    if dilation is not None:
-        low, high = dilation.interval
-        dilated = f"{dilation.factor:.2f} ({low:.1f}-{high:.1f})"
-    return size, seen, slope, dilated, found.verdict.kind + ("" if found.complete else ", partial")
+    dilated = "-" if dilation is None else f"{dilation.factor:.2f}"
+    return size, slope, dilated, found.verdict.kind + ("" if found.complete else ", partial")
 
 
 def _curve(name: str, span: float, found: Profiled) -> Line:

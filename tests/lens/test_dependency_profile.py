@@ -1,0 +1,249 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from phasewise.cli import main
+from phasewise.data import load
+from phasewise.encodings import RoPEConfig
+from phasewise.lens import profile as module
+from phasewise.lens.dilation import Dilation
+from phasewise.lens.profile import Profile, profile, read
+from phasewise.lens.profile_report import figures, label, summary
+from phasewise.lens.verdict import Verdict, judge, together
+from phasewise.lens.width import measure_width
+from phasewise.model import ModelConfig, Transformer
+from phasewise.model.folder import save
+from tests.lens import sources
+
+FAR = sources.FAR
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A text of one document whose lines are drawn from few words."""
+    random = np.random.default_rng(0)
+    known = ["one", "three", "fourteen", "ninety"]
+    text = "\n".join(" ".join(random.choice(known, 8)) for _ in range(1500))
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def genome(tmp_path_factory):
+    path = tmp_path_factory.mktemp("genome") / "small.fa"
+    bases = np.array(list("ACGT"))[np.random.default_rng(1).integers(0, 4, 60_000)]
+    path.write_text(">small\n" + "".join(bases[:40_000]) + "\nNNNN\n" + "".join(bases[40_000:]) + "\n")
+    return path
+
+
+def run(capsys, *arguments):
+    try:
+        code = main(["profile", *(str(argument) for argument in arguments)])
+    except SystemExit as stopped:
+        code = stopped.code
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "kind"),
+    [
+        (FAR**-0.5, 1e-6, "self-similar"),
+        (np.exp(-FAR / 40), 1e-9, "resolution-bound"),
+        (np.where(FAR <= 100, 1e-2, 0), 1e-6, "resolution-bound"),
+        (FAR**-1.0, 1e-7, "mixed"),
+        (FAR**-1.0, 3e-3, "undetermined"),
+        (0 * FAR, 1e-6, "undetermined"),
+    ],
+)
+def test_verdict_on_sources_with_known_kernels(value, error, kind):
+    verdict = read(sources.curve_of(FAR, value, error=error)).verdict
+    assert verdict.kind == kind
+    assert verdict.reasons
+
+
+def test_comb_that_stretches_with_the_window_is_mixed_since_it_needs_its_resolution():
+    comb = np.where(FAR % 4 == 0, 3.0, 1.0) * FAR**-0.3
+    verdict = read(sources.curve_of(FAR, comb)).verdict
+    assert verdict.kind == "mixed"
+    assert any("no power law" in reason for reason in verdict.reasons)
+
+
+def test_reasons_give_each_number_beside_its_threshold():
+    reasons = " ".join(read(sources.curve_of(FAR, FAR**-0.5)).verdict.reasons)
+    for wanted in ("W90 = ", "(threshold 0.1)", "slope -0.50", "dilates the kernel by 3.9", "from 0.7"):
+        assert wanted in reasons
+
+
+def test_hidden_kernel_is_not_called_resolution_bound():
+    width = measure_width(sources.curve_of(FAR, FAR**-1.0, error=3e-3))
+    assert width.kind == "hidden"
+    stays = Dilation(factor=1, interval=(1, 1), misfit=0, stretch=4, relative=0)
+    assert judge(width, None, stays).kind == "undetermined"
+
+
+def test_granularities_that_disagree_are_mixed_and_undetermined_ones_have_no_say():
+    def of(*kinds):
+        return together([(kind, Verdict(kind=kind, reasons=())) for kind in kinds]).kind
+
+    assert of("self-similar", "self-similar", "undetermined") == "self-similar"
+    assert of("self-similar", "resolution-bound") == "mixed"
+    assert of("undetermined") == "undetermined"
+
+
+def test_profile_of_words_written_at_random_ends_at_the_longest_word(words):
+    (corpus,) = profile([f"text:{words}"], granularities=["bytes", "words"], longest=400).corpora
+    characters, tokens = corpus.granularities
+    assert (corpus.unit, corpus.longest) == ("character", 400)
+    assert characters.information.width.seen < 60
+    assert characters.span == 1
+    assert tokens.span > 5
+    assert tokens.information.distances[-1] == int(400 / tokens.span)
+    assert characters.information.blocks == "pieces"
+    assert characters.information.complete
+
+
+def test_distances_go_by_default_as_far_as_half_of_the_pairs(genome):
+    (corpus,) = profile([f"genome:{genome}"], granularities=["bases"]).corpora
+    pairs = corpus.granularities[0].information.pairs
+    assert corpus.longest == corpus.granularities[0].information.distances[-1]
+    assert 1 <= pairs[-1] / (pairs[0] / 2) < 1.05
+    assert corpus.verdict.kind == "undetermined"
+
+
+def test_values_survive_json(genome):
+    found = profile([f"genome:{genome}"], granularities=["bases", "kmers:4"], longest=100)
+    assert Profile.model_validate_json(found.model_dump_json()) == found
+
+
+def test_report_shows_corpora_side_by_side_and_each_by_itself(words, genome):
+    names = [f"text:{words}", f"genome:{genome}"]
+    found = Profile(
+        corpora=tuple(
+            profile([name], granularities=[finest], longest=50).corpora[0]
+            for name, finest in zip(names, ("bytes", "bases"), strict=True)
+        ),
+        shuffle="document",
+        seed=0,
+        partial=None,
+    )
+    assert [label(corpus) for corpus in found.corpora] == ["text:words.txt", "genome:small.fa"]
+    dependency, reach = figures(found)
+    assert list(dependency.views) == ["side by side", "text:words.txt", "genome:small.fa"]
+    assert [line.name for line in dependency.views["side by side"].lines] == [
+        "text:words.txt",
+        "genome:small.fa",
+    ]
+    for line in dependency.views["text:words.txt"].lines:
+        assert min(*line.low, *line.high) > 0
+    assert reach.views["text:words.txt"].lines[0].y[-1] == pytest.approx(1)
+    assert "resampled pieces" in summary(found)["bands"]
+
+
+def test_model_is_measured_on_held_out_text_beside_the_data(words, tmp_path):
+    torch.manual_seed(0)
+    save(
+        Transformer(ModelConfig(vocab_size=256, width=16, layers=1, heads=2, encoding=RoPEConfig())),
+        tmp_path / "m",
+    )
+    view = module.ModelView(str(tmp_path / "m"), context=32, windows=3)
+    (corpus,) = profile([f"text:{words}"], granularities=["words"], longest=50, model=view).corpora
+    assert corpus.model.blocks == "windows"
+    assert corpus.model.distances[-1] <= 32
+    small = Transformer(ModelConfig(vocab_size=99, width=16, layers=1, heads=2, encoding=RoPEConfig()))
+    save(small, tmp_path / "small")
+    view = module.ModelView(str(tmp_path / "small"), context=32, windows=3)
+    with pytest.raises(ValueError, match="knows 99 tokens, but"):
+        profile([f"text:{words}"], granularities=["words"], longest=50, model=view)
+
+
+def test_command_prints_the_table_and_writes_the_report(capsys, tmp_path, words):
+    out, granularities = tmp_path / "report", ("bytes", "words", "bpe:300")
+    code, said, _ = run(
+        capsys, f"text:{words}", "--granularities", *granularities, "--longest", 200, "--out", out
+    )
+    assert code == 0
+    for wanted in ("text:words.txt", "bytes", "words", "bpe:300", "verdict"):
+        assert wanted in said
+    files = {path.name for path in out.iterdir()}
+    assert files >= {"report.json", "report.html", "figure-dependency.svg", "figure-reach.png"}
+    document = json.loads((out / "report.json").read_text())
+    assert Profile.model_validate(document["values"]).partial is None
+    assert document["recipe"]["longest"] == 200
+
+
+def test_json_is_the_one_thing_on_stdout(capsys, tmp_path, genome):
+    code, said, _ = run(capsys, f"genome:{genome}", "--longest", 50, "--out", tmp_path / "report", "--json")
+    assert code == 0
+    assert json.loads(said)["values"]["corpora"][0]["unit"] == "base"
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "said"),
+    [
+        (b"", [], "is empty; give a file with text"),
+        (b"some\0text" * 9, [], "is binary"),
+        (b"a few words only" * 3, ["--longest", "100"], "so no two are 100 apart; ask for distances up to"),
+        (b"a few words only" * 3, ["--granularities", "steps"], "no granularity 'steps'"),
+        (b"a few words only" * 3, ["--split", "dev"], "has no split 'dev'"),
+        (b"a few words only" * 3, ["--longest", "0"], "longest must be at least 1, but is 0"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, content, arguments, said):
+    (tmp_path / "given.txt").write_bytes(content)
+    code, out, err = run(capsys, f"text:{tmp_path / 'given.txt'}", *arguments, "--out", tmp_path / "report")
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
+    assert not (tmp_path / "report").exists()
+
+
+def test_folder_in_use_is_refused_before_anything_is_read(capsys, tmp_path):
+    (tmp_path / "report.json").write_text("{}")
+    code, _, err = run(capsys, "austen", "--out", tmp_path)
+    assert code == 2
+    assert "already exists" in err
+
+
+def test_interrupted_corpus_is_kept_with_the_granularities_that_are_done(monkeypatch, words):
+    measured = []
+
+    def interrupted(*arguments, **options):
+        if len(measured) == 1:
+            raise KeyboardInterrupt
+        measured.append(real(*arguments, **options))
+        return measured[-1]
+
+    real = module.dependency
+    monkeypatch.setattr(module, "dependency", interrupted)
+    found = profile([f"text:{words}"], granularities=["bytes", "words"], longest=50)
+    assert found.partial == f"interrupted at text:{words}"
+    assert [level.granularity for level in found.corpora[0].granularities] == ["bytes"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_writes_what_is_done_marked_partial_with_exit_code_130(tmp_path):
+    out = tmp_path / "report"
+    command = [sys.executable, "-m", "phasewise", "profile", "austen", "--granularities", "bytes", "words"]
+    process = subprocess.Popen(
+        [*command, "--out", str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    load("austen")
+    time.sleep(8)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130, err
+    assert "interrupted at austen; what was done is in" in err
+    values = Profile.model_validate(json.loads((out / "report.json").read_text())["values"])
+    assert values.partial == "interrupted at austen"
+    assert "interrupted at austen" in (out / "report.html").read_text()
