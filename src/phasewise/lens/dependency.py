@@ -82,7 +82,7 @@ def log_spaced(longest: int, *, count: int = 48) -> np.ndarray:
     """At most `count` distances from 1 to `longest`, evenly spaced in their logarithm, int64, ascending.
 
     >>> log_spaced(1000, count=9).tolist()
-    [1, 2, 5, 11, 25, 63, 158, 398, 1000]
+    [1, 2, 6, 13, 32, 75, 178, 422, 1000]
     """
     distances = np.array([1, longest], dtype=np.int64)
     for steps in range(count, 50 * count):
