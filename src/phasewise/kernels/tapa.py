@@ -56,6 +56,9 @@ def attend(
     q_index, k_index, q_segment, k_segment: int64 [B | 1, T] and [B | 1, S]. Without any of them query t sits at
         S - T + t and key s at s, in one segment.
 
+    In half precision the distance power is good to 2^-17 of itself and the cosine of its argument to one rounding of
+    that: an absolute error below 1e-3 up to 100 radians. In float32 both are float32's.
+
     Returns the output [B, H, T, V] and the natural log-sum-exp [B, H, T] in float32: 0 and -1e30 where nothing is
     seen. Both have gradients, the same bits at every repeat; second derivatives raise. Raises ValueError for what
     `unsupported` names. Source: Wang et al., arXiv 2509.12635.

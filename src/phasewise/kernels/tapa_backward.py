@@ -358,6 +358,7 @@ def backward(
 
     meta = launch("tapa.query_grad", q, qk=width, v=v_width, length=keys)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
+    assert PADDING % block_m == 0
     spans = places and places.key_spans(block_m, block_n, causal=score.causal, window=score.window)
     rows = torch.empty_like(lse) if alpha_grad else None
     query_grad_kernel[(triton.cdiv(queries, block_m) * batch * heads,)](
@@ -369,6 +370,7 @@ def backward(
 
     meta = launch("tapa.key_grad", q, qk=width, v=v_width, length=queries)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
+    assert PADDING % block_m == 0
     spans = places and places.query_spans(block_m, block_n, causal=score.causal, window=score.window)
     key_grad_kernel[(triton.cdiv(keys, block_n) * batch * groups,)](
         grad_k, grad_v, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_v),
