@@ -1,10 +1,12 @@
 import json
 import math
 import shutil
+from io import StringIO
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phasewise.data.corpus import Corpus, Documents, Task
@@ -73,29 +75,20 @@ def test_task_is_read_in_its_own_rows_without_padding():
 
 
 def test_interrupted_reading_is_kept_and_says_what_is_missing():
-    done = []
+    pressed = iter([False, True])
     request = Request(tokens=400, context=100)
-    found = inspect(
-        reader(RoPEConfig()),
-        corpus(),
-        request,
-        on_layer=lambda count, of: done.append((count, of)),
-        stop=lambda: len(done) >= 2,
-    )
+    found = inspect(reader(RoPEConfig()), corpus(), request, stop=lambda: next(pressed))
     assert found.partial == "interrupted after 2 of 4 rows"
     assert found.tokens == 200
-    assert done[:2] == [(1, 4), (2, 4)]
+    assert found.layers == inspect(reader(RoPEConfig()), corpus(), Request(tokens=200, context=100)).layers
 
 
 def test_progress_counts_layers_over_all_rows():
-    told = []
-    inspect(
-        reader(RoPEConfig(), RoPEConfig()),
-        corpus(),
-        Request(tokens=100, context=50),
-        on_layer=lambda done, of: told.append((done, of)),
-    )
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4), (4, 4)]
+    told = StringIO()
+    console = Console(file=told, force_terminal=True, width=80)
+    inspect(reader(RoPEConfig(), RoPEConfig()), corpus(), Request(tokens=100, context=50), console=console)
+    assert "layers read" in told.getvalue()
+    assert "4/4" in told.getvalue()
 
 
 class LargestTensor(TorchDispatchMode):

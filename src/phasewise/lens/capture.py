@@ -45,6 +45,13 @@ def open_checkpoint(
     return HFReader(load(folder, dtype=None if dtype is None else DTYPES[dtype], device=device))
 
 
+def tokenizer_of(folder: str | Path, data: str) -> str:
+    """The tokenizer that `phasewise.data.load` takes for text `data`: the checkpoint's own, or else bytes."""
+    own_tokenizer = Path(folder) / "tokenizer.json"
+    is_text = data.partition(":")[0] in ("austen", "text")
+    return str(own_tokenizer) if is_text and own_tokenizer.is_file() else "bytes"
+
+
 def _own(folder: Path, dtype: str | None, trained_length: int | None, device: str) -> TransformerReader:
     model = own.load(folder, device=device)
     for name, parameter in model.named_parameters():

@@ -9,6 +9,8 @@ from typing import Annotated
 import numpy as np
 import torch
 from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from phasewise.data import Corpus
@@ -75,14 +77,14 @@ def inspect(
     corpus: Corpus,
     request: Request | None = None,
     *,
-    on_layer: Callable[[int, int], None] = lambda done, of: None,
+    console: Console | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Inspection:
     """Read the start of a split, row after row, and measure each layer and head.
 
     A row is at most `context` tokens of one document. Memory is what the model's own pass over one row takes,
-    plus O(context x head_dim) for each head of one layer. `on_layer` is told how many layers of how many have
-    been read, over all rows. When `stop` says so, the rows read so far are returned, marked partial.
+    plus O(context x head_dim) for each head of one layer. `console` shows the progress. `stop` is asked after
+    each row: when it says so, what has been read is returned, marked partial.
 
     Raises ValueError for a model without rates or phases, a corpus with more tokens than the model knows, and
     a context that no document fills.
@@ -107,12 +109,10 @@ def inspect(
     plan = _plan(reader, corpus, request)
     meters: Meters = {}
     other: set[str] = set()
-    rows_read = tokens = layers_read = 0
+    rows_read = tokens = 0
 
     def sink(layer: Layer, q: Tensor, k: Tensor) -> None:
-        nonlocal layers_read
-        layers_read += 1
-        on_layer(layers_read, len(plan.spans) * facts.layers)
+        progress.advance(bar)
         if layer.index not in meters:
             if isinstance(layer.encoding, TAPA):
                 meters[layer.index] = PhaseMeter(layer, length=plan.context)
@@ -124,16 +124,17 @@ def inspect(
         meters[layer.index].add(q, k)
 
     partial = None
-    for row in plan.rows():
-        if rows_read and stop():
-            partial = f"interrupted after {rows_read} of {len(plan.spans)} rows"
-            break
-        reader.read(row, sink)
-        if not meters:
-            kinds = ", ".join(sorted(other))
-            raise ValueError(f"the model's positions have no frequencies and no phases ({kinds})")
-        rows_read, tokens = rows_read + 1, tokens + row.shape[1]
-    on_layer(len(plan.spans) * facts.layers, len(plan.spans) * facts.layers)
+    with _progress(console or Console(quiet=True)) as progress:
+        bar = progress.add_task("layers read", total=len(plan.spans) * facts.layers)
+        for row in plan.rows():
+            if rows_read and stop():
+                partial = f"interrupted after {rows_read} of {len(plan.spans)} rows"
+                break
+            reader.read(row, sink)
+            if not meters:
+                kinds = ", ".join(sorted(other))
+                raise ValueError(f"the model's positions have no frequencies and no phases ({kinds})")
+            rows_read, tokens = rows_read + 1, tokens + row.shape[1]
     lengths = {"trained": facts.trained_length, "wanted": request.wanted_length}
     return Inspection(
         family=facts.family,
@@ -151,6 +152,11 @@ def inspect(
         partial=partial,
         layers=tuple(meters[index].result(**lengths) for index in sorted(meters)),
     )
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @dataclass(frozen=True)

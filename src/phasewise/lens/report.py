@@ -66,8 +66,20 @@ def write_report(
             draw(chart, figure.title, folder / f"figure-{figure.name}{suffix}")
     with replacing(folder / "report.html") as unfinished:
         unfinished.write_text(page(title, charts, summary=summary or {}, partial=partial), encoding="utf-8")
+    write_json(folder / "report.json", kind=kind, values=values, recipe=recipe, device=device)
+
+
+def write_json(
+    path: Path,
+    *,
+    kind: str,
+    values: BaseModel | Mapping[str, object],
+    recipe: Mapping[str, object],
+    device: torch.device | str = "cpu",
+) -> None:
+    """Write a report's values alone, with what `phasewise.record` adds; ValueError as `write_report`."""
     plain = values.model_dump(mode="json") if isinstance(values, BaseModel) else values
-    record(folder / "report.json", recipe={"kind": kind, **recipe}, values=plain, device=device)
+    record(path, recipe={"kind": kind, **recipe}, values=plain, device=device)
 
 
 def page(

@@ -1,0 +1,119 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from phasewise.cli import main
+from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
+from phasewise.lens.inspect import Inspection
+from phasewise.model import ModelConfig, Transformer
+from phasewise.model import folder as own
+
+pytest.importorskip("plotly", reason="reports need plotly")
+pytest.importorskip("safetensors", reason="models on disk need safetensors")
+
+QUICK = ["--tokens", "256", "--context", "64", "--device", "cpu"]
+
+
+def save(folder, encoding=None, **changes):
+    torch.manual_seed(0)
+    encoding = encoding or (RoPEConfig(), PoPEConfig())
+    config = {"vocab_size": 256, "width": 32, "layers": 2, "heads": 2, "encoding": encoding, **changes}
+    own.save(Transformer(ModelConfig(**config)), folder)
+    return str(folder)
+
+
+def run(capsys, *arguments):
+    code = main(["inspect", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_inspect_prints_a_line_a_layer_and_writes_the_report(capsys, tmp_path):
+    out = tmp_path / "report"
+    options = ["--trained-length", "128", "--length", "1024", "--out", out]
+    code, said, _ = run(capsys, save(tmp_path / "model"), *QUICK, *options)
+    assert code == 0
+    for wanted in ("theta_eff", "trained length: 128 tokens", "report.html", "figure-layers.svg"):
+        assert wanted in said
+    values = json.loads((out / "report.json").read_text())["values"]
+    assert [layer.kind for layer in Inspection.model_validate(values).layers] == ["rope", "pope"]
+
+
+def test_json_is_the_one_thing_on_stdout_with_or_without_a_folder(capsys, tmp_path):
+    model = save(tmp_path / "model")
+    code, alone, _ = run(capsys, model, *QUICK, "--json")
+    assert code == 0
+    _, beside, _ = run(capsys, model, *QUICK, "--json", "--out", tmp_path / "report")
+    assert json.loads(alone)["values"] == json.loads(beside)["values"]
+    written = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert written["values"] == json.loads(beside)["values"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "no folder nowhere"),
+        (["MODEL", "--data", "austin"], "no corpus 'austin'"),
+        (["SMALL"], "256 tokens and the model knows 200"),
+        (["MODEL", "--context", "1000000"], "a context of 1000000 needs a document as long"),
+        (["MODEL", "--split", "dev"], "no split 'dev'"),
+        (["MODEL", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["MODEL", "--tokens", "1"], "tokens must be at least 2"),
+        (["NOPE"], "no frequencies and no phases (nope)"),
+        (["MODEL", "--out", "MODEL"], "already exists: choose another folder"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, arguments, said):
+    folders = {
+        "MODEL": save(tmp_path / "model"),
+        "NOPE": save(tmp_path / "nope", NoPEConfig()),
+        "SMALL": save(tmp_path / "small", vocab_size=200),
+    }
+    arguments = [folders.get(argument, argument) for argument in arguments]
+    code, out, err = run(capsys, *arguments, *([] if "--tokens" in arguments else ["--tokens", "256"]))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert err.startswith("phasewise: ")
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c_keeps_what_was_read_marked_partial(tmp_path):
+    model = save(tmp_path / "model", width=64)
+    out = tmp_path / "report"
+    command = [sys.executable, "-u", "-c", INTERRUPTED, "inspect", model, "--out", str(out)]
+    options = ["--tokens", "400000", "--context", "64", "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n"
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130, err
+    assert "phasewise: interrupted after" in err
+    values = json.loads((out / "report.json").read_text())["values"]
+    assert values["partial"].startswith("interrupted after")
+    assert 0 < values["tokens"] < 400_000
+    assert "Partial result." in (out / "report.html").read_text()
+
+
+INTERRUPTED = """
+import sys
+from phasewise.cli import main
+from phasewise.model.reading import TransformerReader
+
+read = TransformerReader.read
+told = []
+def telling(self, *arguments):
+    if not told:
+        told.append(print("reading", flush=True))
+    read(self, *arguments)
+TransformerReader.read = telling
+sys.exit(main(sys.argv[1:]))
+"""
