@@ -70,10 +70,14 @@ def test_verdict_on_sources_with_known_kernels(value, error, kind):
 
 
 def test_comb_that_stretches_with_the_window_is_mixed_since_it_needs_its_resolution():
-    comb = np.where(FAR % 4 == 0, 3.0, 1.0) * FAR**-0.3
-    verdict = read(sources.curve_of(FAR, comb)).verdict
-    assert verdict.kind == "mixed"
-    assert any("no power law" in reason for reason in verdict.reasons)
+    distances = module.spread(16_384)
+    kinds = {}
+    for height in (1.0, 1.5):
+        comb = np.where(distances % 4 == 0, height, 1.0) * distances**-0.3
+        verdict = read(sources.curve_of(distances, comb)).verdict
+        kinds[height] = verdict.kind
+    assert kinds == {1.0: "self-similar", 1.5: "mixed"}
+    assert any("that needs resolution" in reason for reason in verdict.reasons)
 
 
 def test_reasons_give_each_number_beside_its_threshold():

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from phasewise.lens.dependency import dependency, log_spaced
 from phasewise.lens.dilation import fit_dilation, pair_dilation, window_dilation
-from phasewise.lens.shape import power_law, shape_difference
+from phasewise.lens.profile import spread
+from phasewise.lens.shape import power_law, shape_difference, unevenness
 from phasewise.lens.width import above_noise, kernel, measure_width, quantile
 from tests.lens import sources
 
@@ -157,3 +158,33 @@ def test_power_law_below_one_stretches_with_the_window_and_an_exponential_stays(
     assert stays.factor == pytest.approx(1, rel=0.02)
     lag = window_dilation(kernel_of(np.where(FAR[20] == FAR, 1.0, 0.0)))
     assert lag.factor == pytest.approx(1, rel=0.02)
+
+
+def test_smooth_kernel_is_even_far_away_and_a_comb_is_not():
+    far = spread(4096)
+    assert unevenness(sources.curve_of(far, far**-0.5, error=1e-5)) < 0.01
+    comb = np.where(far % 4 == 0, 1.3, 1.0) * far**-0.5
+    # Two of eight neighbours are 0.3 higher: their standard deviation is 0.3 * sqrt(3) / 4 of 1.075.
+    assert unevenness(sources.curve_of(far, comb, error=1e-5)) == pytest.approx(0.121, abs=0.015)
+
+
+def test_noise_between_neighbours_is_not_unevenness():
+    far = spread(4096)
+    found = [unevenness(sources.curve_of(far, far**-0.5, error=0.02, seed=seed)) for seed in range(40)]
+    assert sum(value > 0.1 for value in found) <= 2
+
+
+def test_unevenness_is_unknown_where_nothing_is_seen_or_no_neighbours_are_measured():
+    far = spread(4096)
+    assert unevenness(sources.curve_of(far, 0)) is None
+    assert unevenness(sources.curve_of([1, 2, 4, 8, 16, 32, 64], 1.0)) is None
+    assert unevenness(sources.curve_of(np.arange(1, 9), 1.0)) is None
+
+
+def test_spread_measures_48_distances_with_neighbours_among_them():
+    for longest in (400, 1000, 4096, 16_384):
+        distances = spread(longest)
+        assert 44 <= len(distances) <= 48
+        assert (distances[0], distances[-1]) == (1, longest)
+        assert unevenness(sources.curve_of(distances, 1.0)) is not None
+    assert spread(20).tolist() == list(range(1, 21))

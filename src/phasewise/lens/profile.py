@@ -19,7 +19,7 @@ from phasewise.lens.dependency import Blocks, Curve, Shuffle, dependency, log_sp
 from phasewise.lens.dilation import Dilation, window_dilation
 from phasewise.lens.granularity import BY_UNIT, Sequences, sequences
 from phasewise.lens.replacement import replacement
-from phasewise.lens.shape import PowerLaw, power_law, shape_difference
+from phasewise.lens.shape import CLOSE_UP, PowerLaw, power_law, shape_difference, unevenness
 from phasewise.lens.thresholds import SHAPES
 from phasewise.lens.verdict import Verdict, judge, together
 from phasewise.lens.width import Width, kernel, measure_width
@@ -48,6 +48,8 @@ class Profiled(BaseModel):
     width: Width
     power_law: PowerLaw | None
     dilation: Dilation | None
+    unevenness: float | None
+    """Variation between neighbouring distances far away, relative to the dependence there; None where unseen."""
     verdict: Verdict
     complete: bool
     """Whether every distance asked for was measured."""
@@ -187,7 +189,7 @@ class _Sitting:
                 cut = sequences(self.corpus, granularity, split=self.split)
                 if self.longest is None:
                     self.longest = _longest(cut)
-                asked = log_spaced(max(1, int(self.longest / cut.span)), count=DISTANCES)
+                asked = spread(max(1, int(self.longest / cut.span)))
                 curve = dependency(
                     cut.classes,
                     cut.lengths,
@@ -275,6 +277,7 @@ def read(curve: Curve, *, complete: bool = True, seconds: float = 0.0) -> Profil
     """Read width, power law, dilation and verdict from a curve."""
     width, law, found = measure_width(curve), power_law(curve), kernel(curve)
     dilation = None if found is None else window_dilation(found)
+    uneven = unevenness(curve)
     low, high = curve.band()
     return Profiled(
         distances=tuple(curve.distances.tolist()),
@@ -288,10 +291,24 @@ def read(curve: Curve, *, complete: bool = True, seconds: float = 0.0) -> Profil
         width=width,
         power_law=law,
         dilation=dilation,
-        verdict=judge(width, law, dilation),
+        unevenness=uneven,
+        verdict=judge(width, law, dilation, uneven),
         complete=complete,
         seconds=seconds,
     )
+
+
+def spread(longest: int) -> np.ndarray:
+    """The 48 distances measured: 40 evenly spaced in ln r, and 8 neighbours from 2 sqrt(longest) on.
+
+    >>> spread(10_000)[25:36].tolist()
+    [155, 188, 200, 201, 202, 203, 204, 205, 206, 207, 227]
+    """
+    first = int(2 * longest**0.5)
+    if first + CLOSE_UP > longest:
+        return log_spaced(longest, count=DISTANCES)
+    close_up = np.arange(first, first + CLOSE_UP)
+    return np.union1d(log_spaced(longest, count=DISTANCES - CLOSE_UP), close_up)
 
 
 def _opened(checkpoint: str) -> tuple[Callable[[Tensor], Tensor], int]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from phasewise.lens.dependency import BAND, Curve
-from phasewise.lens.thresholds import CURVATURE, DECADES, ROUGHNESS, TOLERANCE
+from phasewise.lens.thresholds import CURVATURE, DECADES, NEIGHBOURS, ROUGHNESS, TOLERANCE
 from phasewise.lens.width import above_noise
 
 FEWEST = 5
+CLOSE_UP = 8
+NEAR = 16
 
 
 class PowerLaw(BaseModel):
@@ -86,6 +90,33 @@ def shape_difference(fine: Curve, fine_span: float, coarse: Curve, coarse_span: 
         return None
     ratio = np.log(coarse.value[common]) - np.interp(at[common], known, np.log(fine.value[seen]))
     return float(ratio.std())
+
+
+def unevenness(curve: Curve) -> float | None:
+    """How much a dependence varies from one distance to the next, far away, relative to its size.
+
+    Root mean square, beyond what noise explains, around a line through the last eight neighbouring distances
+    (from 16 on). A dilation smears what differs between neighbours: the beat of music, the lines of a text,
+    voices written in turn. None without such neighbours, or where they do not stand above noise.
+    """
+    edges = [0, *(np.flatnonzero(np.diff(curve.distances) != 1) + 1).tolist(), len(curve.distances)]
+    ends = [end for start, end in pairwise(edges) if end - start >= CLOSE_UP]
+    if not ends or curve.distances[ends[-1] - CLOSE_UP] < NEAR:
+        return None
+    at = slice(ends[-1] - CLOSE_UP, ends[-1])
+    size, error = curve.value[at].mean(), curve.error[at].mean()
+    if size < NEIGHBOURS * error:
+        return None
+    x = np.log(curve.distances[at])
+    design = np.stack([np.ones_like(x), x], axis=1)
+    line = design @ np.linalg.pinv(design)
+    rows = np.vstack([curve.value, curve.replicates()])[:, at]
+    residuals = rows - rows @ line.T
+    noise = residuals[1:].var(0).sum()
+    beyond = (residuals[0] ** 2).sum() - noise
+    if beyond < noise:
+        return 0.0
+    return float(np.sqrt(beyond / CLOSE_UP) / size)
 
 
 def _runs(seen: np.ndarray) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from phasewise.lens.thresholds import (
     HIDDEN,
     ROUGHNESS,
     STAYS,
+    UNEVEN,
 )
 from phasewise.lens.width import Width
 
@@ -26,9 +27,10 @@ Kind = Literal["self-similar", "resolution-bound", "mixed", "undetermined"]
 class Verdict(BaseModel):
     """One word, and why.
 
-    self-similar: a power law whose kernel stretches with the window, so uniform interpolation fits.
-    resolution-bound: the kernel stays where it is when the window grows, so high frequencies are to be kept.
-    mixed: neither. undetermined: the data are too few, or there is nothing to see.
+    self-similar: a smooth power law whose kernel stretches with the window: uniform interpolation fits.
+    resolution-bound: a kernel that stays where it is when the window grows, without a power law's tail, or that
+    ends sharply: high frequencies are to be kept. mixed: neither, as a power law whose kernel still lies mostly near, or one with a comb.
+    undetermined: the data are too few, or there is nothing to see.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,16 +39,28 @@ class Verdict(BaseModel):
     reasons: tuple[str, ...]
 
 
-def judge(width: Width, law: PowerLaw | None, dilation: Dilation | None) -> Verdict:
-    """The verdict on one curve."""
+def judge(
+    width: Width, law: PowerLaw | None, dilation: Dilation | None, uneven: float | None = None
+) -> Verdict:
+    """The verdict on one curve; uneven: see `phasewise.lens.shape.unevenness`."""
     if width.kind == "none" or dilation is None:
         return Verdict(kind="undetermined", reasons=("no dependence stands above noise at any distance",))
     reasons = (_of_width(width), _of_dilation(dilation), _of_law(law))
+    smooth = uneven is None or uneven <= UNEVEN
+    if uneven is not None:
+        reasons += (
+            f"far away, neighbouring distances differ by {uneven:.0%} of the dependence there (threshold {UNEVEN:.0%})"
+            + ("" if smooth else ": that needs resolution, which a dilation takes away"),
+        )
     relative = 0.0 if dilation.relative is None else dilation.relative
-    if law is not None and law.holds and relative >= DILATES:
+    straight = law is not None and law.holds
+    if straight and smooth and relative >= DILATES:
         return Verdict(kind="self-similar", reasons=reasons)
-    if relative <= STAYS or width.kind in ("compact", "decaying"):
-        return Verdict(kind="undetermined" if width.kind == "hidden" else "resolution-bound", reasons=reasons)
+    if width.kind == "hidden":
+        return Verdict(kind="undetermined", reasons=reasons)
+    stays = relative <= STAYS or width.kind == "decaying"
+    if width.kind == "compact" or (stays and not straight):
+        return Verdict(kind="resolution-bound", reasons=reasons)
     return Verdict(kind="mixed", reasons=reasons)
 
 
