@@ -301,8 +301,8 @@ def read(curve: Curve, *, complete: bool = True, seconds: float = 0.0) -> Profil
 def spread(longest: int) -> np.ndarray:
     """The 48 distances measured: 40 evenly spaced in ln r, and 8 neighbours from 2 sqrt(longest) on.
 
-    >>> spread(10_000)[25:36].tolist()
-    [155, 188, 200, 201, 202, 203, 204, 205, 206, 207, 227]
+    >>> spread(10_000)[16:22].tolist()
+    [64, 80, 100, 125, 155, 193]
     """
     first = int(2 * longest**0.5)
     if first + CLOSE_UP > longest:

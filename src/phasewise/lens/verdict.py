@@ -28,9 +28,10 @@ class Verdict(BaseModel):
     """One word, and why.
 
     self-similar: a smooth power law whose kernel stretches with the window: uniform interpolation fits.
-    resolution-bound: a kernel that stays where it is when the window grows, without a power law's tail, or that
-    ends sharply: high frequencies are to be kept. mixed: neither, as a power law whose kernel still lies mostly near, or one with a comb.
-    undetermined: the data are too few, or there is nothing to see.
+    resolution-bound: a kernel that ends sharply, or that stays where it is when the window grows and is no power
+    law: high frequencies are to be kept.
+    mixed: neither, as a power law whose kernel still lies mostly near, or one with a comb.
+    undetermined: too much may lie below the noise, or there is nothing to see.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
