@@ -77,26 +77,30 @@ def separable_backward(
     dphase = q.new_empty(0, dtype=torch.float32) if phase is None else torch.zeros_like(phase)
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dphase
-    q2, k2 = _prepared(q, k, q_angle, k_angle, phase, preparation, factor)
-    masks = {"scale": scale, "causal": causal, "window": window}
-    grouped = q.shape[1] != k.shape[1] and q2.shape[3] != v.shape[3]
+    polar = q_angle is not None and preparation != "rope"
+    width = q.shape[3] * (2 if polar else 1)
+    grouped = q.shape[1] != k.shape[1] and width != v.shape[3]
     if (body == "cudnn" and dlse is not None) or (body == "flash" and grouped):
         # What their backwards refuse: a gradient of the log-sum-exp; unequal widths with grouped heads.
         body = "triton"
-    row = launch(f"separable.{body}.backward", q2, qk=q2.shape[3], v=v.shape[3], length=k.shape[2])
+    chosen = launch(f"separable.{body}.backward", q, qk=width, v=v.shape[3], length=k.shape[2])["body"]
     plain = window is None and slopes is None and q_index is None and q_segment is None
     plain = plain and k_index is None and k_segment is None and q.shape[2] == k.shape[2]
-    if row["body"] == "stored" and plain:
-        polar = None
-        if q_angle is not None and k_angle is not None and preparation != "rope":
-            q_turn, k_turn = prepare.Turn.of(q_angle, phase), prepare.Turn.of(k_angle, None)
-            polar = stored.Polar(q, k, q_turn, k_turn, preparation)
-        dq, dk, dv, turned = stored.backward(q2, k2, v, out, lse, dout, dlse, scale=scale, causal=causal, polar=polar)
-        if polar is not None:
-            return dq, dk, dv, dphase if turned is None else turned
+    masks = {"scale": scale, "causal": causal, "window": window}
+    if chosen == "stored" and plain and polar and q_angle is not None and k_angle is not None:
+        form = stored.Polar(q_angle, k_angle, phase, preparation)
+        dq, dk, dv, turned = stored.backward(
+            q, k, v, out, lse, dout, dlse, scale=scale, causal=causal, polar_form=form
+        )
+        return dq, dk, dv, dphase if turned is None else turned
+    q2, k2 = _prepared(q, k, q_angle, k_angle, phase, preparation, factor)
+    if chosen == "stored" and plain:
+        dq, dk, dv, _ = stored.backward(
+            q2, k2, v, out, lse, dout, dlse, scale=scale, causal=causal, polar_form=None
+        )
     elif body == "flash":
         dq, dk, dv = borrowed.flash_backward(q2, k2, v, out, lse, dout, dlse, **masks)
-    elif row["body"] == "cudnn":
+    elif chosen == "cudnn":
         dq, dk, dv = borrowed.cudnn_backward(q2, k2, v, out, lse, dout, scale=scale, causal=causal)
     else:
         places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
