@@ -61,14 +61,18 @@ def test_polar_and_its_gradients_are_the_equation(dtype, kind, length, width, an
 
 def test_keys_have_no_phase():
     x, angle, _ = inputs()
-    close(prepare.polar(x, angle, None, "softplus"), polar(x.double(), angle.double(), None, "softplus"), x.dtype)
+    close(
+        prepare.polar(x, angle, None, "softplus"),
+        polar(x.double(), angle.double(), None, "softplus"),
+        x.dtype,
+    )
 
 
 def test_softplus_keeps_its_relative_precision_at_the_extremes():
-    x, angle, phase = inputs(rows=1, heads=1, length=8, width=16, n=16)
-    x = torch.tensor([-1e4, -80.0, -40.0, -17.0, -1e-6, 17.0, 80.0, 1e4], device=DEVICE)[None, None, :, None].expand(
-        1, 1, 8, 16
-    )
+    _, angle, _ = inputs(rows=1, heads=1, length=8, width=16, n=16)
+    x = torch.tensor([-1e4, -80.0, -40.0, -17.0, -1e-6, 17.0, 80.0, 1e4], device=DEVICE)[
+        None, None, :, None
+    ].expand(1, 1, 8, 16)
     expected = polar(x.double(), angle.double(), None, "softplus")
     actual = prepare.polar(x, angle, None, "softplus")
     dx = torch.empty_like(x)
@@ -97,4 +101,6 @@ def test_strided_and_expanded_inputs_give_the_same():
     one = x[:, :1].expand(-1, 3, -1, -1)
     angle = torch.cat([angle, angle], -1)
     phase = torch.zeros(3, 32, device=DEVICE)
-    assert torch.equal(prepare.polar(one, angle, phase, "relu")[:, 2], prepare.polar(x, angle, phase, "relu")[:, 0])
+    assert torch.equal(
+        prepare.polar(one, angle, phase, "relu")[:, 2], prepare.polar(x, angle, phase, "relu")[:, 0]
+    )

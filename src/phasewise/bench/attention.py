@@ -22,7 +22,7 @@ from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
 from phasewise.encodings.base import angles
 from phasewise.frequencies import Geometric
 from phasewise.kernels import separable, tapa
-from phasewise.kernels.library import BODIES
+from phasewise.kernels.library import BODIES, Body
 from phasewise.positions import Positions
 from phasewise.record import record
 from phasewise.reference import reference
@@ -32,7 +32,7 @@ HEADS = 16
 GATE_LENGTH = 384
 BASELINES = {
     "flash-attn-4": "plain flash-attn-4",
-    "cudnn": "plain cudnn",
+    "cudnn": "plain sdpa-cudnn",
     "flash-attention-2": "plain flash-attention-2",
 }
 Inputs = dict[str, Tensor]
@@ -53,7 +53,7 @@ def subjects(width: int, length: int) -> Iterator[Subject]:
     """What is installed, for heads of `width` and sequences of `length`."""
     scale = width**-0.5
     flash = any(package.metadata["Name"] == "flash-attn-4" for package in metadata.distributions())
-    bodies = [body for body in BODIES if body != "flash" or flash]
+    bodies: list[Body] = [body for body in BODIES if body != "flash" or flash]
     index = torch.arange(length, device="cuda")[None]
 
     def flash_attention_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -61,37 +61,40 @@ def subjects(width: int, length: int) -> Iterator[Subject]:
             return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def flash_attn_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
 
         out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
+    def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
     yield Subject("plain flash-attention-2", NoPE(), flash_attention_2, width)
+    yield Subject("plain sdpa-cudnn", NoPE(), sdpa_cudnn, width)
     if flash:
         # As its users call it: the backward adds atomically. "plain flash" below is its deterministic mode.
         yield Subject("plain flash-attn-4", NoPE(), flash_attn_4, width)
-    options = {"scale": scale, "causal": True, "window": None}
     for body in bodies:
-        run = partial(separable.attend, body=body, **options)
+        run = partial(separable.attend, scale=scale, causal=True, window=None, body=body)
         yield Subject(f"plain {body}", NoPE(), lambda q, k, v, run=run: run(q, k, v)[0], width)
     rope = RoPE(head_dim=width).cuda()
     angle = angles(index, Geometric(base=10_000.0).rates(width // 2, device="cuda"))
     for body in bodies:
+        turn = partial(separable.rope, scale=scale, causal=True, window=None, body=body)
         yield Subject(
-            f"rope {body}",
-            rope,
-            lambda q, k, v, body=body: separable.rope(q, k, v, angle, angle, 1.0, body=body, **options)[0],
-            width,
+            f"rope {body}", rope, lambda q, k, v, run=turn: run(q, k, v, angle, angle, 1.0)[0], width
         )
     pope = PoPE(num_heads=HEADS, head_dim=width, phase_init="uniform").cuda()
     wide = angles(index, Geometric(base=10_000.0).rates(width, device="cuda"))
     for body in bodies:
+        expand = partial(
+            separable.pope, magnitude="softplus", scale=scale, causal=True, window=None, body=body
+        )
         yield Subject(
             f"pope {body}",
             pope,
-            lambda q, k, v, body=body: separable.pope(
-                q, k, v, wide, wide, pope.phase, magnitude="softplus", body=body, **options
-            )[0],
+            lambda q, k, v, run=expand: run(q, k, v, wide, wide, pope.phase)[0],
             2 * width,
             (pope.phase,),
         )
@@ -125,7 +128,7 @@ def gate(subject: Subject, width: int) -> dict[str, float]:
     inputs, gradient = draw(width, GATE_LENGTH, 1)
     at = Positions.arange(GATE_LENGTH, device="cuda")
     exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    expected, _ = reference(*exact.values(), subject.encoding, at, at)
+    expected, _ = reference(exact["q"], exact["k"], exact["v"], subject.encoding, at, at)
     truth = (expected, *torch.autograd.grad(expected, list(exact.values()), gradient.double()))
     output = subject.run(*inputs.values())
     actual = (output, *torch.autograd.grad(output, list(inputs.values()), gradient))

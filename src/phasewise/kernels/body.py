@@ -93,8 +93,9 @@ def forward_kernel(
     # Above every hidden score, scaled or not, so that hidden keys weigh 0 from the start.
     top = tl.full([BLOCK_M], -1e20, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    row = tl.where(place_rows[0] > 0, b, 0)
     low, full_low, full_high, high = key_tiles(
-        span_ptr, tl.where(place_rows[0] > 0, b, 0), tile, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
+        span_ptr, row, tile, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
     )
     for n in tl.range(low, high, BLOCK_N):
         k = load_tile(k_desc, b, h // GROUP, n)
@@ -146,7 +147,8 @@ def load_row_statistics(lse_ptr, delta_ptr, row, offsets, T):
     """Base-2 log-sum-exp, +infinity for rows that see nothing and rows past T (their p is 0), and delta."""
     inside = offsets < T
     lse = tl.load(lse_ptr + row + offsets, inside, other=EMPTY)
-    return tl.where(lse <= EMPTY, float("inf"), lse * LOG2E), tl.load(delta_ptr + row + offsets, inside, other=0.0)
+    delta = tl.load(delta_ptr + row + offsets, inside, other=0.0)
+    return tl.where(lse <= EMPTY, float("inf"), lse * LOG2E), delta
 
 
 @triton.jit
@@ -169,8 +171,9 @@ def query_grad_kernel(
     dout = load_tile(dout_desc, b, h, m)
     lse, delta = load_row_statistics(lse_ptr, delta_ptr, tl.program_id(1).to(tl.int64) * T, t, T)
     dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    row = tl.where(place_rows[0] > 0, b, 0)
     low, full_low, full_high, high = key_tiles(
-        span_ptr, tl.where(place_rows[0] > 0, b, 0), tile, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
+        span_ptr, row, tile, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
     )
     for n in tl.range(low, high, BLOCK_N):
         k = load_tile(k_desc, b, h // GROUP, n)
@@ -246,7 +249,13 @@ def key_grad_kernel(
 
 
 def _shared(
-    q: Tensor, k: Tensor, scale: float, causal: bool, window: int | None, places: Places | None, slopes: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    places: Places | None,
+    slopes: Tensor | None,
 ) -> tuple[dict, dict]:
     """Arguments and compile-time constants that every kernel of one attention call has in common."""
     arguments = {

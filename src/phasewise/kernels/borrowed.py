@@ -39,7 +39,9 @@ def _know_our_tiles(interface: ModuleType) -> None:
     @functools.wraps(theirs)
     def ours(head_dim: int, head_dim_v: int, *rest: Any, **options: Any) -> Any:
         tiles = _tiles("backward", head_dim, head_dim_v)
-        return theirs(head_dim, head_dim_v, *rest, **options) if tiles is None else interface.BwdConfig(*tiles)
+        return (
+            theirs(head_dim, head_dim_v, *rest, **options) if tiles is None else interface.BwdConfig(*tiles)
+        )
 
     ours.asks_phasewise = True  # pyright: ignore[reportAttributeAccessIssue]
     interface._tile_size_bwd_sm90 = ours
@@ -84,18 +86,6 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )[:2]
     return _placewise(out), lse.reshape(out.shape[:3])
-
-
-def cudnn_backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """cuDNN's backward through torch; without dropout the random state it asks for is not read."""
-    unread = torch.empty(2, dtype=torch.int64, device=q.device)
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse[..., None], unread[0], unread[1], None, None, None, q.shape[2], k.shape[2], 0.0,
-        causal, scale=scale,
-    )  # fmt: skip
-    return _placewise(dq), _placewise(dk), _placewise(dv)
 
 
 def _placewise(x: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ def separable_backward(
     polar = q_angle is not None and preparation != "rope"
     width = q.shape[3] * (2 if polar else 1)
     grouped = q.shape[1] != k.shape[1] and width != v.shape[3]
-    if (body == "cudnn" and dlse is not None) or (body == "flash" and grouped):
-        # What their backwards refuse: a gradient of the log-sum-exp; unequal widths with grouped heads.
+    if body == "cudnn" or (body == "flash" and grouped):
+        # cuDNN's backward does not repeat its bits; flash-attn-4's refuses unequal widths with grouped heads.
         body = "triton"
     chosen = launch(f"separable.{body}.backward", q, qk=width, v=v.shape[3], length=k.shape[2])["body"]
     plain = window is None and slopes is None and q_index is None and q_segment is None
@@ -100,8 +100,6 @@ def separable_backward(
         )
     elif body == "flash":
         dq, dk, dv = borrowed.flash_backward(q2, k2, v, out, lse, dout, dlse, **masks)
-    elif chosen == "cudnn":
-        dq, dk, dv = borrowed.cudnn_backward(q2, k2, v, out, lse, dout, scale=scale, causal=causal)
     else:
         places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
         dq, dk, dv = own.backward(q2, k2, v, out, lse, dout, dlse, places=places, slopes=slopes, **masks)
@@ -109,7 +107,10 @@ def separable_backward(
         return dq, dk, dv, dphase
     del q2, k2
     if preparation == "rope":
-        dq, dk = prepare.rotate(dq, q_angle, factor, back=True), prepare.rotate(dk, k_angle, factor, back=True)
+        dq, dk = (
+            prepare.rotate(dq, q_angle, factor, back=True),
+            prepare.rotate(dk, k_angle, factor, back=True),
+        )
         return dq, dk, dv, dphase
     raw_dq, raw_dk = prepare.expanded_like(q, q.shape[3]), prepare.expanded_like(k, k.shape[3])
     turned = prepare.polar_backward(q, prepare.Turn.of(q_angle, phase), preparation, dq, raw_dq)

@@ -102,10 +102,11 @@ def polar_backward_kernel(
     b = tl.program_id(2).to(tl.int64)
     c = tl.arange(0, BLOCK_D)
     t = tl.program_id(0) * TILES * BLOCK_T + tl.arange(0, BLOCK_T)
+    turned = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    phase_cos, phase_sin = 1.0, 0.0
     if PHASE:
         phase_cos = tl.load(phase_cos_ptr + h * D + c, c < D, other=1.0)[None, :]
         phase_sin = tl.load(phase_sin_ptr + h * D + c, c < D, other=0.0)[None, :]
-        turned = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     for _ in tl.range(0, TILES, num_stages=2):
         inside = (t[:, None] < T) & (c[None, :] < D)
         grad_at = tile_of(grad_ptr, grad_strides, b, h, t, c)
@@ -138,7 +139,6 @@ def rotate_kernel(
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_N)
     inside = (t[:, None] < T) & (c[None, :] < n)
-    t_at = t[:, None].to(tl.int64)
     cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, n)
     cos *= factor
     sin *= -factor if BACK else factor

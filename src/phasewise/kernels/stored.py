@@ -168,7 +168,8 @@ def backward(
         for name in ("score_grad", "query_product", "key_product")
     )
     side, block_m, query_n, key_m = meta["SIDE"], meta["BLOCK_M"], query_meta["BLOCK_N"], key_meta["BLOCK_M"]
-    assert side % block_m == 0 and side % query_n == 0, "blocks are made up of whole tiles"
+    assert side % block_m == 0, "blocks are made up of whole tiles of queries"
+    assert side % query_n == 0, "blocks are made up of whole tiles of keys"
     assert block_m % key_m == 0, "the key product reads only what was written"
     block_e, block_d = block_width(width), block_width(value_width)
     sides = triton.cdiv(length, side)
@@ -212,7 +213,7 @@ def backward(
         if polar_form is not None and q_turn is not None and k_turn is not None:
             turned = polar_backward(q[q_part], q_turn.part(*q_part), polar_form.kind, some_dq, dq[q_part])
             polar_backward(k[k_part], k_turn.part(*k_part), polar_form.kind, some_dk, dk[k_part])
-            if dphase is not None:
+            if dphase is not None and turned is not None:
                 dphase[q_part[1]] += turned
     return dq, dk, dv, dphase
 

@@ -240,7 +240,7 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     width = 16 // x.element_size()
     regular = x.stride(3) == 1 and all(s > 0 and s % width == 0 for s in strides)
     if not regular or x.data_ptr() % 16:
-        x = x.contiguous()
+        x = torch.nn.functional.pad(x, (0, -x.shape[3] % width)).contiguous()
         strides = [x.stride(0), x.stride(1), x.stride(2)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
 
