@@ -174,8 +174,8 @@ def backward(
     block_e, block_d = block_width(width), block_width(value_width)
     sides = triton.cdiv(length, side)
     head_rows = (sides * (sides + 1) // 2 if causal else sides * sides) * side
-    # As many key heads at a time as the expanded (or given) q and k would take memory, at least one.
-    at_once = max(1, round(rows * (heads + key_heads) * length * width / (group * head_rows * side)))
+    # As many key heads at a time as q, k and v take memory, at least one.
+    at_once = max(1, round((q.numel() + k.numel() + v.numel()) / (group * head_rows * side)))
     pieces = list(chunks(rows, key_heads, at_once))
     largest = max((r.stop - r.start) * (h.stop - h.start) for r, h in pieces) * group * head_rows
     ds = torch.empty(largest, side, dtype=q.dtype, device=q.device)
