@@ -20,7 +20,7 @@ SMALL = [
     Case(18, 30, causal=False, window=5),
     Case(33, 20),
     Case(33, 33, places="packed", window=9),
-    Case(19, 19, rows=2, places="left-padded"),
+    Case(19, 19, rows=2, places="left-padded", preparation="softplus"),
     Case(19, 19, places="shuffled"),
     Case(17, 33, places="far", slopes=True, group=2),
     Case(20, 20, slopes=True),

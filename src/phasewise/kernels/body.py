@@ -318,9 +318,10 @@ def row_deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    into: tuple[Tensor, Tensor, Tensor],
     *, scale: float, causal: bool, window: int | None, places: Places | None, slopes: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v from those of the output and (optionally) of the log-sum-exp."""
+) -> None:  # fmt: skip
+    """Gradients of q, k and v, into given tensors, from those of the output and perhaps of the log-sum-exp."""
     rows, heads, queries, width = q.shape
     key_heads, keys, value_width = v.shape[1:]
     block_e, block_d = block_width(width), block_width(value_width)
@@ -336,7 +337,7 @@ def backward(
             "dout_desc": describe(dout, block_m, block_d),
         }
 
-    dq, dk, dv = expanded_like(q, width), expanded_like(k, width), expanded_like(v, value_width)
+    dq, dk, dv = into
     meta = launch("separable.query_grad", q, qk=width, v=value_width, length=keys)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     spans = None if places is None else places.key_spans(block_m, block_n, causal=causal, window=window)
@@ -352,4 +353,3 @@ def backward(
         span_ptr=spans, KEY_HEADS=key_heads, D=value_width, BLOCK_E=block_e, BLOCK_D=block_d,
         **arguments, **constants, **meta,
     )  # fmt: skip
-    return dq, dk, dv

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phasewise.kernels.prepare import expanded_like
 from phasewise.kernels.tiles import EMPTY_LSE, launch_table
 
 
@@ -64,20 +63,19 @@ def flash_forward(
 
 def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    *, scale: float, causal: bool, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    into: tuple[Tensor, Tensor, Tensor], *, scale: float, causal: bool, window: int | None,
+) -> None:  # fmt: skip
     """flash-attn-4's backward in its deterministic mode, which adds up dq in a fixed order."""
     from flash_attn.cute import interface
 
     _know_our_tiles(interface)
-    dq, dk, dv = expanded_like(q, q.shape[3]), expanded_like(k, k.shape[3]), expanded_like(v, v.shape[3])
+    dq, dk, dv = into
     interface._flash_attn_bwd(
         *(x.transpose(1, 2) for x in (q, k, v, out, dout)), lse,
         softmax_scale=scale, causal=causal, deterministic=True,
         dq=dq.transpose(1, 2), dk=dk.transpose(1, 2), dv=dv.transpose(1, 2),
         dlse=None if dlse is None else dlse.contiguous(), **_flash_window(causal, window),
     )  # fmt: skip
-    return dq, dk, dv
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -206,12 +206,6 @@ class Turn:
         angle = angle.contiguous()
         return cls(angle.cos(), angle.sin(), None if phase is None else (phase.cos(), phase.sin()))
 
-    def part(self, rows: slice, heads: slice) -> "Turn":
-        """The turn of some rows and heads."""
-        shared = self.cos.shape[0] == 1
-        phase = self.phase and (self.phase[0][heads], self.phase[1][heads])
-        return Turn(self.cos if shared else self.cos[rows], self.sin if shared else self.sin[rows], phase)
-
 
 def polar_backward(x: Tensor, turn: Turn, kind: str, grad: Tensor, dx: Tensor) -> Tensor | None:
     """Write the gradient of x into dx, given that of `polar`'s output; return that of the phase, `[H, D]`.
@@ -235,13 +229,15 @@ def polar_backward(x: Tensor, turn: Turn, kind: str, grad: Tensor, dx: Tensor) -
     return None if partial is None else partial.sum((0, 1))
 
 
-def rotate(x: Tensor, angle: Tensor, factor: float, *, back: bool = False) -> Tensor:
+def rotate(
+    x: Tensor, angle: Tensor, factor: float, *, back: bool = False, out: Tensor | None = None
+) -> Tensor:
     """RoPE's rotation of the pairs (c, c + n) of x `[B, H, T, D]` by angle float32 `[B | 1, T, n]`, times factor.
 
     `back=True` turns the other way: the gradient of the rotation.
     """
     width, n = x.shape[3], angle.shape[2]
-    out = expanded_like(x, width)
+    out = expanded_like(x, width) if out is None else out
     block_n = triton.next_power_of_2(n)
     rest = width - 2 * n
     grid, meta = _grid(x, 2 * block_n)

@@ -10,8 +10,6 @@ its first SIDE keys with all visible blocks of queries, then those of the next k
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phasewise.kernels.body import load_row_statistics, load_tile, row_deltas
-from phasewise.kernels.prepare import Turn, expanded_like, polar, polar_backward, tile_of
+from phasewise.kernels.prepare import tile_of
 from phasewise.kernels.tiles import UNSEEN, block_width, describe, launch
 
 
@@ -122,47 +120,23 @@ def key_product_kernel(
     tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), (s[:, None] < T) & (e[None, :] < E))
 
 
-@dataclass(frozen=True)
-class Polar:
-    """PoPE's preparation of raw q and k, done and undone a chunk at a time."""
-
-    q_angle: Tensor
-    k_angle: Tensor
-    phase: Tensor | None
-    kind: str
-
-
-def chunks(rows: int, heads: int, at_once: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and heads in pieces of about `at_once` heads: whole rows, or heads of one row."""
-    if at_once >= heads:
-        step = max(1, at_once // heads)
-        yield from ((slice(row, min(row + step, rows)), slice(0, heads)) for row in range(0, rows, step))
-    else:
-        for row in range(rows):
-            starts = range(0, heads, at_once)
-            yield from ((slice(row, row + 1), slice(head, min(head + at_once, heads))) for head in starts)
+def heads_at_once(q: Tensor, k: Tensor, v: Tensor, side: int, *, causal: bool) -> int:
+    """As many key heads as make ds take the memory of q, k and v, at least one."""
+    sides = triton.cdiv(q.shape[2], side)
+    blocks = sides * (sides + 1) // 2 if causal else sides * sides
+    group = q.shape[1] // k.shape[1]
+    return max(1, round((q.numel() + k.numel() + v.numel()) / (group * blocks * side * side)))
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    *, scale: float, causal: bool, polar_form: Polar | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of q, k, v and the phase (or None); with `polar_form` q and k are raw.
-
-    For as many queries as keys, no window, no positions and no slopes. No more than a chunk of expanded queries,
-    keys and their gradients exists at a time.
-    """
+    into: tuple[Tensor, Tensor, Tensor], *, scale: float, causal: bool,
+) -> None:  # fmt: skip
+    """`body.backward` for as many queries as keys, no window, no positions and no slopes."""
     rows, heads, length, width = q.shape
     key_heads, value_width = v.shape[1], v.shape[3]
-    group = heads // key_heads
+    dq, dk, dv = into
     delta = row_deltas(out, dout, dlse)
-    dq, dk, dv = (expanded_like(x, x.shape[3]) for x in (q, k, v))
-    if polar_form is None:
-        q_turn = k_turn = None
-    else:
-        width *= 2
-        q_turn, k_turn = Turn.of(polar_form.q_angle, polar_form.phase), Turn.of(polar_form.k_angle, None)
-    dphase = None if q_turn is None or q_turn.phase is None else torch.zeros_like(q_turn.phase[0])
     meta, query_meta, key_meta = (
         launch(f"separable.{name}", q, qk=width, v=value_width, length=length)
         for name in ("score_grad", "query_product", "key_product")
@@ -173,50 +147,30 @@ def backward(
     assert block_m % key_m == 0, "the key product reads only what was written"
     block_e, block_d = block_width(width), block_width(value_width)
     sides = triton.cdiv(length, side)
-    head_rows = (sides * (sides + 1) // 2 if causal else sides * sides) * side
-    # As many key heads at a time as q, k and v take memory, at least one.
-    at_once = max(1, round((q.numel() + k.numel() + v.numel()) / (group * head_rows * side)))
-    pieces = list(chunks(rows, key_heads, at_once))
-    largest = max((r.stop - r.start) * (h.stop - h.start) for r, h in pieces) * group * head_rows
-    ds = torch.empty(largest, side, dtype=q.dtype, device=q.device)
+    blocks = rows * heads * (sides * (sides + 1) // 2 if causal else sides * sides)
+    ds = torch.empty(blocks * side, side, dtype=q.dtype, device=q.device)
 
     def stored(keys: int, queries: int) -> TensorDescriptor:
         return TensorDescriptor(ds, list(ds.shape), [side, 1], [keys, queries])
 
-    shared = {"GROUP": group, "T": length, "CAUSAL": causal, "SIDE": side}
+    shared = {"GROUP": heads // key_heads, "T": length, "CAUSAL": causal, "SIDE": side}
     products = {"E": width, "scale": scale, "BLOCK_E": block_e, **shared}
-    for some_rows, some_heads in pieces:
-        q_part = (some_rows, slice(some_heads.start * group, some_heads.stop * group))
-        k_part = (some_rows, some_heads)
-        some_q, some_k, some_v, some_dout = q[q_part], k[k_part], v[k_part], dout[q_part]
-        some_dq, some_dk, some_dv = dq[q_part], dk[k_part], dv[k_part]
-        if polar_form is not None:
-            some_q = polar(some_q, *_part(polar_form.q_angle, polar_form.phase, *q_part), polar_form.kind)
-            some_k = polar(some_k, *_part(polar_form.k_angle, None, *k_part), polar_form.kind)
-            some_dq, some_dk = expanded_like(some_q, width), expanded_like(some_k, width)
-        queries_at_once, keys_at_once = some_q.shape[0] * some_q.shape[1], some_k.shape[0] * some_k.shape[1]
-        key_heads_here = some_k.shape[1]
-        score_grad_kernel[(keys_at_once, sides)](
-            describe(some_q, block_m, block_e), describe(some_k, side, block_e), describe(some_v, side, block_d),
-            describe(some_dout, block_m, block_d), stored(side, block_m), lse[q_part], delta[q_part],
-            some_dv, some_dv.stride(), KEY_HEADS=key_heads_here, D=value_width,
-            scale_log2=scale * math.log2(math.e), BLOCK_D=block_d, **(shared | meta),
-        )  # fmt: skip
-        query_product_kernel[(queries_at_once, sides)](
-            stored(query_n, side), describe(some_k, query_n, block_e), some_dq, some_dq.stride(),
-            H=some_q.shape[1], **products, **query_meta,
-        )  # fmt: skip
-        key_product_kernel[(keys_at_once, sides)](
-            stored(side, key_m), describe(some_q, key_m, block_e), some_dk, some_dk.stride(),
-            KEY_HEADS=key_heads_here, **products, **key_meta,
-        )  # fmt: skip
-        if polar_form is not None and q_turn is not None and k_turn is not None:
-            turned = polar_backward(q[q_part], q_turn.part(*q_part), polar_form.kind, some_dq, dq[q_part])
-            polar_backward(k[k_part], k_turn.part(*k_part), polar_form.kind, some_dk, dk[k_part])
-            if dphase is not None and turned is not None:
-                dphase[q_part[1]] += turned
-    return dq, dk, dv, dphase
-
-
-def _part(angle: Tensor, phase: Tensor | None, rows: slice, heads: slice) -> tuple[Tensor, Tensor | None]:
-    return angle if angle.shape[0] == 1 else angle[rows], None if phase is None else phase[heads]
+    score_grad_kernel[(rows * key_heads, sides)](
+        describe(q, block_m, block_e), describe(k, side, block_e), describe(v, side, block_d),
+        describe(dout, block_m, block_d), stored(side, block_m), lse, delta, dv, dv.stride(),
+        KEY_HEADS=key_heads, D=value_width, scale_log2=scale * math.log2(math.e), BLOCK_D=block_d,
+        **(shared | meta),
+    )  # fmt: skip
+    query_product_kernel[(rows * heads, sides)](
+        stored(query_n, side),
+        describe(k, query_n, block_e),
+        dq,
+        dq.stride(),
+        H=heads,
+        **products,
+        **query_meta,
+    )
+    key_product_kernel[(rows * key_heads, sides)](
+        stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), KEY_HEADS=key_heads, **products,
+        **key_meta,
+    )  # fmt: skip
