@@ -39,7 +39,7 @@ class Budget(BaseModel):
     """Trained length in tokens."""
     batch_size: PositiveInt = 16
     """Sequences in a training step."""
-    steps: PositiveInt = 600
+    steps: PositiveInt = 450
     """Training steps."""
     learning_rate: float = Field(default=5e-3, gt=0)
     """Highest learning rate, reached at the end of the warm-up."""
