@@ -35,7 +35,7 @@ class Browser:
         target = self("Target.createTarget", url="about:blank")["targetId"]
         attached = self("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
             self(f"{domain}.enable")
 
     def __call__(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -70,6 +70,11 @@ class Browser:
             assert time.perf_counter() - started < PATIENCE, f"never true: {condition}"
             time.sleep(0.02)
         return time.perf_counter() - started
+
+    def busy(self) -> float:
+        """Seconds that the page has kept its thread busy since it was opened, waiting for a core left out."""
+        metrics = self("Performance.getMetrics")["metrics"]
+        return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self("Page.captureScreenshot", format="png")["data"]))
