@@ -251,3 +251,22 @@ def test_ctrl_c_writes_what_is_done_marked_partial_with_exit_code_130(tmp_path):
     values = Profile.model_validate(json.loads((out / "report.json").read_text())["values"])
     assert values.partial == "interrupted at austen"
     assert "interrupted at austen" in (out / "report.html").read_text()
+
+
+def test_checkpoint_of_transformers_is_measured_like_one_of_ours(words, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    view = module.ModelView(str(tmp_path / "llama"), context=16, windows=2)
+    (corpus,) = profile([f"text:{words}"], granularities=["words"], longest=50, model=view).corpora
+    assert corpus.model.complete
+    assert np.isfinite(corpus.model.value).all()
+
+
+def test_many_short_documents_of_a_generated_task_are_profiled():
+    (corpus,) = profile(["indirect-indexing"], split="test", longest=20).corpora
+    assert corpus.granularities[0].documents == 10_000
+    assert corpus.granularities[0].information.blocks == "documents"

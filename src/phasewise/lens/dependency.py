@@ -133,8 +133,7 @@ def dependency(
     lengths = np.asarray(lengths, dtype=np.int64)
     distances = np.asarray(distances, dtype=np.int64)
     _require(classes, lengths, distances)
-    occurring, tokens = np.unique(classes, return_inverse=True)
-    tokens, classes_count = tokens.astype(np.uint8), len(occurring)
+    tokens, count = _renumbered(classes)
     remaining = _remaining(lengths)
     edges, blocks = _blocks(lengths)
     shuffled = _shuffled(tokens, lengths, shuffle, np.random.default_rng(seed))
@@ -142,14 +141,14 @@ def dependency(
     pairs, parts, shares, baseline = [], [], [], []
     try:
         for done, distance in enumerate(distances.tolist(), start=1):
-            own = _joint(tokens, remaining, edges, distance, classes_count)
+            own = _joint(tokens, remaining, edges, distance, count)
             counted = own.sum(1)
             if np.count_nonzero(counted) < 2:
                 raise ValueError(
                     f"pairs of tokens {distance} apart lie in fewer than two blocks of the corpus, so they "
                     "have no error bars; ask for shorter distances, or give a longer corpus"
                 )
-            chance = _jackknifed(_joint(shuffled, remaining, edges, distance, classes_count))
+            chance = _jackknifed(_joint(shuffled, remaining, edges, distance, count))
             pairs.append(int(counted.sum()))
             parts.append(_jackknifed(own) - chance)
             shares.append(counted / counted.sum())
@@ -211,10 +210,22 @@ def _joint(
     return counts
 
 
+def _renumbered(classes: np.ndarray) -> tuple[np.ndarray, int]:
+    """The same tokens with the classes that occur numbered from 0, and how many these are: tables stay small."""
+    occurring = np.zeros(256, dtype=bool)
+    for start in range(0, len(classes), CHUNK):
+        occurring[classes[start : start + CHUNK]] = True
+    return (occurring.cumsum() - 1).astype(np.uint8)[classes], int(occurring.sum())
+
+
 def _remaining(lengths: np.ndarray) -> np.ndarray:
     """How many tokens follow each one in its document, int32 [tokens]."""
-    ends = lengths.cumsum()
-    return (np.repeat(ends, lengths) - np.arange(ends[-1]) - 1).astype(np.int32)
+    remaining = np.empty(lengths.sum(), dtype=np.int32)
+    start = 0
+    for length in lengths.tolist():
+        remaining[start : start + length] = np.arange(length - 1, -1, -1)
+        start += length
+    return remaining
 
 
 def _blocks(lengths: np.ndarray) -> tuple[np.ndarray, Blocks]:
