@@ -196,7 +196,7 @@ def inspect(arguments: Sequence[str]) -> int:
         checkpoint: tyro.conf.Positional[Path]
         """Folder of the checkpoint."""
         data: str = "austen"
-        """Corpus to read: austen | chorales | jsb:PATH | text:PATH | indirect-indexing."""
+        """Corpus to read: austen | chorales | jsb:PATH | text:PATH | genome:PATH | indirect-indexing."""
         tokenizer: str | None = None
         """Of text: bytes | bpe:SIZE | PATH of a tokenizer.json. None: the checkpoint's own, or else bytes."""
         split: str = Request.split

@@ -5,7 +5,7 @@ import torch
 
 from phasewise.encodings import TAPA, PoPE, RoPE
 from phasewise.frequencies import Geometric
-from phasewise.lens.phase import PhaseMeter, log_spaced
+from phasewise.lens.phase import PhaseMeter
 from phasewise.lens.spectrum import SpectrumMeter
 from phasewise.model.reading import Layer
 from phasewise.positions import Positions
@@ -138,9 +138,3 @@ def test_tapa_argument_quantiles_follow_the_sample():
     assert head.quantiles == pytest.approx(expected, abs=0.2)
     assert head.rms == pytest.approx(x.square().mean().sqrt().item(), rel=1e-3)
     assert sum(head.argument) == pytest.approx(1.0, rel=1e-3)
-
-
-def test_log_spaced_distances_are_distinct_and_end_at_the_longest():
-    assert log_spaced(1) == (1,)
-    assert log_spaced(5) == (1, 2, 3, 4, 5)
-    assert log_spaced(2047)[-1] == 2047

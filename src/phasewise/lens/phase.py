@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phasewise.encodings import TAPA
 from phasewise.encodings.base import working_dtype
+from phasewise.lens.dependency import log_spaced
 from phasewise.lens.spectrum import Values, rounded
 from phasewise.model.reading import Layer
 
@@ -62,7 +63,7 @@ class PhaseMeter:
     def __init__(self, layer: Layer, *, length: int) -> None:
         assert isinstance(layer.encoding, TAPA)
         self.layer, self.encoding = layer, layer.encoding
-        self.distances = log_spaced(length - 1)
+        self.distances: tuple[int, ...] = tuple(log_spaced(length - 1, count=DISTANCES).tolist())
         self._edges = torch.linspace(-REACH, REACH, BINS + 1, dtype=torch.float64).sinh()
         self._shape = (0, 0)
         self._pairs = torch.zeros(len(self.distances), dtype=torch.float64)
@@ -137,13 +138,3 @@ class PhaseMeter:
             inside = (quantile - below[place - 1]) / share[place - 1].clamp(min=1e-12)
             found.append(self._edges[place - 1] + inside * (self._edges[place] - self._edges[place - 1]))
         return rounded(torch.stack(found))
-
-
-def log_spaced(longest: int, count: int = DISTANCES) -> tuple[int, ...]:
-    """Up to `count` distinct distances from 1 to `longest`, evenly spread on a log scale.
-
-    >>> log_spaced(100, count=3)
-    (1, 10, 100)
-    """
-    steps = torch.logspace(0, math.log10(max(1, longest)), count, dtype=torch.float64)
-    return tuple(sorted({int(step) for step in steps.round().tolist()}))

@@ -108,7 +108,9 @@ def plotly(chart: Chart) -> dict[str, object]:
     traces = []
     for number, line in enumerate(chart.lines):
         traces += _line(line, PALETTE[number % len(PALETTE)])
-    return {"data": traces, "layout": _layout(chart, _axis(chart.x), _axis(chart.y))}
+    x = _axis(chart.x, [value for line in chart.lines for value in line.x])
+    y = _axis(chart.y, [value for line in chart.lines for value in line.y])
+    return {"data": traces, "layout": _layout(chart, x, y)}
 
 
 def _heat_map(chart: HeatMap) -> dict[str, object]:
@@ -137,7 +139,8 @@ def _line(line: Line, colour: str) -> list[dict[str, object]]:
         traces.append({"type": "scatter", "legendgroup": line.name, **band, **hidden})
     style = {"color": colour, "width": 1.8, "dash": line.dash}
     named = {"name": line.name, "legendgroup": line.name}
-    traces.append({"type": "scatter", "mode": "lines+markers", "x": x, "y": y, "line": style, **named})
+    mode = "lines+markers" if line.dash == "solid" else "lines"
+    traces.append({"type": "scatter", "mode": mode, "x": x, "y": y, "line": style, **named})
     return traces
 
 
@@ -146,8 +149,11 @@ def _layout(chart: Chart, x: dict[str, object], y: dict[str, object]) -> dict[st
     return {"xaxis": x, "yaxis": y, "showlegend": several}
 
 
-def _axis(axis: Axis) -> dict[str, object]:
-    return {**_title(axis), "type": axis.scale}
+def _axis(axis: Axis, values: Sequence[float]) -> dict[str, object]:
+    """Over several decades, a log axis is labelled at powers of ten alone."""
+    known = [value for value in values if value > 0 and math.isfinite(value)]
+    decades = math.log10(max(known) / min(known)) if axis.scale == "log" and known else 0.0
+    return {**_title(axis), "type": axis.scale, **({"dtick": 1} if decades > 1.5 else {})}
 
 
 def _title(axis: Axis) -> dict[str, object]:

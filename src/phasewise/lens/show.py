@@ -47,7 +47,7 @@ def summary(found: Inspection) -> dict[str, str]:
         waves = [2 * math.pi / theta for layer in spectra if (theta := layer.mean.theta_eff)]
         used = [use / len(layer.rates) for layer in spectra if (use := layer.mean.participation)]
         if waves:
-            said["effective wavelength"] = f"{median(waves):,.4g} tokens (median layer)"
+            said["effective wavelength"] = f"{_length(median(waves))} tokens (median layer)"
             said["frequencies in use"] = f"{median(used):.0%} (median layer)"
     frozen = [layer.polar.frozen for layer in spectra if layer.polar is not None]
     if frozen:
@@ -89,9 +89,9 @@ def _spectrum_cells(layer: Spectrum) -> list[str]:
     top = max(range(len(use.share)), key=use.share.__getitem__)
     return [
         f"{use.theta_eff:.3g}",
-        f"{2 * math.pi / use.theta_eff:,.4g}",
+        _length(2 * math.pi / use.theta_eff),
         f"{use.participation:.1f} of {len(use.share)}",
-        f"{layer.wavelengths[top]:,.4g} ({use.share[top]:.0%})",
+        f"{_length(layer.wavelengths[top])} ({use.share[top]:.0%})",
         f"{layer.coherent:.0%}",
         f"{use.zero_share:.0%}",
     ]
@@ -310,7 +310,7 @@ def _coherent(layer: Spectrum) -> list[float]:
 def _notes(layer: Spectrum) -> list[str]:
     notes = []
     for place, (rate, wave) in enumerate(zip(layer.rates, layer.wavelengths, strict=True)):
-        note = f"frequency {place}: {rate:.3g} radians a token, wavelength {wave:,.4g} tokens"
+        note = f"frequency {place}: {rate:.3g} radians a token, wavelength {_length(wave)} tokens"
         for name, turns in (("trained", layer.turns_trained), ("wanted", layer.turns_wanted)):
             if turns is not None:
                 note += f"<br>{turns[place]:,.3g} turns in the {name} length"
@@ -320,7 +320,20 @@ def _notes(layer: Spectrum) -> list[str]:
 
 def _columns(layer: Spectrum, same: bool) -> list[str]:
     """Wavelengths where every row has the same, else numbers."""
-    return [f"{wave:.4g}" if same else str(place) for place, wave in enumerate(layer.wavelengths)]
+    return [_short(wave) if same else str(place) for place, wave in enumerate(layer.wavelengths)]
+
+
+def _length(tokens: float) -> str:
+    """Four digits, as 6.283 or 27,660."""
+    return f"{float(f'{tokens:.4g}'):,.10g}"
+
+
+def _short(tokens: float) -> str:
+    """Three digits, as 6.28, 627 or 27.7k."""
+    for size, unit in ((1e6, "M"), (1e3, "k")):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{unit}"
+    return f"{tokens:.3g}"
 
 
 def _frequency(same: bool) -> Axis:
