@@ -54,6 +54,7 @@ class Profiled(BaseModel):
     complete: bool
     """Whether every distance asked for was measured."""
     seconds: float
+    """Wall time, tokenizing included, and whatever else the machine did meanwhile."""
 
 
 class GranularityProfile(BaseModel):

@@ -81,7 +81,7 @@ def figures(profile: Profile) -> list[Figure]:
             views={
                 name: Lines(
                     x=Axis(title=f"distance, {_plural(units.get(name))}", scale="log"),
-                    y=Axis(title="mutual information beyond the baseline, nats", scale="log"),
+                    y=Axis(title="mutual information, nats", scale="log"),
                     lines=[_curve(*level) for level in levels],
                 )
                 for name, levels in groups.items()
