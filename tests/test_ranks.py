@@ -15,6 +15,7 @@ RANKS = {
     "frequencies_hf": 1,
     "encodings": 1,
     "kernels": 1,
+    "blocked": 2,
     "fused": 2,
     "reference": 2,
     "attention": 3,

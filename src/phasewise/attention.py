@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phasewise.blocked import causal_blocked
 from phasewise.encodings import ALiBi
 from phasewise.encodings.base import Encoding
 from phasewise.fused import BODIES, Call, Hardware, fused, obstacle
@@ -22,6 +23,7 @@ Implementation = Literal["auto", "reference", "sdpa", "triton", "flash", "cudnn"
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "reference", "sdpa", "triton", "flash", "cudnn")
 
 MASK_LIMIT = 2**28  # largest mask or bias [rows, heads, T, S], in elements, that sdpa is given
+BLOCKED_LENGTH = 1024  # queries from which narrower values on a CPU go through blocked.py
 AUTO_LIMIT = 2**28  # largest T * S that auto hands to the reference: 16 384 queries on as many keys
 
 
@@ -227,16 +229,28 @@ def _sdpa(call: Call) -> Tensor:
         assert separated is not None
         q, k = separated
     width = v.shape[-1]
+    plain_causal = call.causal and mask is None and q.shape[2] == k.shape[2]
+    if plain_causal and q.shape[-1] > width and _blocked_is_faster(q):
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out = causal_blocked(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)
+        return out.unflatten(0, q.shape[:2])
     if q.device.type == "cpu" and q.shape[-1] != width:
-        common = max(q.shape[-1], width)  # the blocked CPU kernel takes one width only: see docs/decisions.md
+        common = max(q.shape[-1], width)  # torch's CPU kernel takes one width only: see docs/decisions.md
         q, k, v = (F.pad(x, (0, common - x.shape[-1])) for x in (q, k, v))
     flags = {}  # set by branches, so that torch.compile guards on them: sdpa takes no symbolic booleans
-    if call.causal and mask is None and q.shape[2] == k.shape[2]:
+    if plain_causal:
         flags["is_causal"] = True
     if q.shape[1] != k.shape[1]:
         flags["enable_gqa"] = True
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **flags)[..., :width]
     return out if empty is None else torch.where(empty, 0.0, out)
+
+
+def _blocked_is_faster(q: Tensor) -> bool:
+    """Whether blocks of queries beat torch's CPU kernel on values padded to the width of q, as measured."""
+    return q.device.type == "cpu" and q.element_size() >= 4 and q.shape[2] >= BLOCKED_LENGTH
 
 
 def _validate(

@@ -136,8 +136,10 @@ class PoPE(Spectral):
         return self._polar(k, angle[:, None], 1.0)
 
     def _polar(self, x: Tensor, angle: Tensor, gain: float) -> Tensor:
-        size = self.magnitude(x)
-        return torch.cat([size * (angle.cos() * gain), size * (angle.sin() * gain)], dim=-1).to(x.dtype)
+        turn = torch.stack([angle.cos(), angle.sin()], dim=-2)
+        if gain != 1:
+            turn = turn * gain
+        return (self.magnitude(x).unsqueeze(-2) * turn).to(x.dtype).flatten(-2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the module, but never below float32: a phase in bfloat16 is off by up to 0.016 rad."""
