@@ -60,10 +60,9 @@ def text(path: Path, *, tokenizer: str = "bytes", separator: str | None = None) 
     Raises ValueError for a path that is missing, empty, unreadable or binary, and text too short to split.
     """
     documents = _read(path, separator)
-    if len(documents) >= FEWEST_DOCUMENTS:
-        texts = _split_by_document(documents)
-    else:
-        texts = _split_by_share(documents)
+    texts = (
+        _split_by_document(documents) if len(documents) >= FEWEST_DOCUMENTS else _split_by_share(documents)
+    )
     for split, members in texts.items():
         if max((len(member) for member in members), default=0) < 2:
             raise ValueError(
