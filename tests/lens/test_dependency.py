@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phasewise.lens import dependency as module
 from phasewise.lens.dependency import dependency, log_spaced, mutual_information
 from tests.lens import sources
 
@@ -193,3 +194,10 @@ def test_distances_that_the_documents_do_not_have_are_refused(distances, said):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         dependency(np.zeros(14, dtype=np.uint8), np.array([4, 10]), distances=distances)
     assert said in str(raised.value)
+
+
+def test_counts_do_not_depend_on_how_they_are_chunked(monkeypatch):
+    tokens, lengths = sources.markov(2000, CHAIN, seed=9), np.array([700, 1, 1299])
+    whole = dependency(tokens, lengths, distances=[1, 5, 600])
+    monkeypatch.setattr(module, "CHUNK", 7)
+    np.testing.assert_array_equal(dependency(tokens, lengths, distances=[1, 5, 600]).parts, whole.parts)
