@@ -19,8 +19,8 @@ from phasewise.lens.spectrum import Values, rounded
 from phasewise.model.reading import Layer
 
 DISTANCES = 24
-BINS = 60
-REACH = 6.0  # bins are even in asinh x, up to |x| = sinh 6 = 202 radians
+BINS = 80
+REACH = 8.0  # bins are even in asinh x, up to |x| = sinh 8 = 1490 radians
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 

@@ -32,6 +32,7 @@ from phasewise.record import record, replacing
 
 PACKAGES = ("jinja2", "matplotlib", "plotly")
 DIGITS = 4
+MOST_LABELS = 12
 
 
 def check_folder(folder: Path) -> None:
@@ -150,10 +151,13 @@ def _layout(chart: Chart, x: dict[str, object], y: dict[str, object]) -> dict[st
 
 
 def _axis(axis: Axis, values: Sequence[float]) -> dict[str, object]:
-    """Over several decades, a log axis is labelled at powers of ten alone."""
-    known = [value for value in values if value > 0 and math.isfinite(value)]
-    decades = math.log10(max(known) / min(known)) if axis.scale == "log" and known else 0.0
-    return {**_title(axis), "type": axis.scale, **({"dtick": 1} if decades > 1.5 else {})}
+    """Labels at every whole number of a short range, and at powers of ten alone over several decades."""
+    known = [value for value in values if math.isfinite(value) and (value > 0 or axis.scale == "linear")]
+    if axis.scale == "log":
+        whole = bool(known) and max(known) / min(known) > 10**1.5
+    else:
+        whole = all(value == int(value) for value in known) and max(known, default=0) <= MOST_LABELS
+    return {**_title(axis), "type": axis.scale, **({"dtick": 1} if whole else {})}
 
 
 def _title(axis: Axis) -> dict[str, object]:

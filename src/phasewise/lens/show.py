@@ -49,6 +49,9 @@ def summary(found: Inspection) -> dict[str, str]:
         if waves:
             said["effective wavelength"] = f"{_length(median(waves))} tokens (median layer)"
             said["frequencies in use"] = f"{median(used):.0%} (median layer)"
+    arguments = [head.rms for layer in found.layers if isinstance(layer, Phase) for head in layer.heads]
+    if arguments:
+        said["phase argument"] = f"{median(arguments):.3g} radians at distance 1 (rms, median head)"
     frozen = [layer.polar.frozen for layer in spectra if layer.polar is not None]
     if frozen:
         said["frozen phases"] = f"{sum(frozen) / len(frozen):.1%}"
