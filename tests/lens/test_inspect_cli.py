@@ -63,6 +63,7 @@ def test_json_is_the_one_thing_on_stdout_with_or_without_a_folder(capsys, tmp_pa
         (["MODEL", "--context", "1000000"], "a context of 1000000 needs a document as long"),
         (["MODEL", "--split", "dev"], "no split 'dev'"),
         (["MODEL", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["MODEL", "--device", "toaster"], "device 'toaster' cannot be used here"),
         (["MODEL", "--tokens", "1"], "tokens must be at least 2"),
         (["NOPE"], "no frequencies and no phases (nope)"),
         (["MODEL", "--out", "MODEL"], "already exists: choose another folder"),

@@ -24,9 +24,14 @@ def open_checkpoint(
     whose config does not say it.
 
     Raises ValueError for a folder that holds no whole model, weights that are not finite, an architecture
-    that is not read, and options that do not apply.
+    that is not read, a device that is not there, and options that do not apply.
     """
     folder = Path(folder)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {device!r} cannot be used here ({reason}): use cpu") from error
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
     if not folder.is_dir():
