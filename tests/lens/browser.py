@@ -35,8 +35,9 @@ class Browser:
         target = self("Target.createTarget", url="about:blank")["targetId"]
         attached = self("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
-        for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self(f"{domain}.enable")
+        self("Performance.enable", timeDomain="threadTicks")
 
     def __call__(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._sent += 1
@@ -72,7 +73,7 @@ class Browser:
         return time.perf_counter() - started
 
     def busy(self) -> float:
-        """Seconds that the page has kept its thread busy since it was opened, waiting for a core left out."""
+        """Seconds of processor time that the page has taken since it was opened."""
         metrics = self("Performance.getMetrics")["metrics"]
         return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 

@@ -66,15 +66,12 @@ def largest(tmp_path_factory):
 
 def test_largest_report_is_small_and_opens_in_time_without_network_or_complaint(largest):
     assert largest.stat().st_size < LARGEST_BYTES
-    seconds = []
     with browser() as tab:
-        for _ in range(3):
-            tab.open(largest, width=1200, height=900)
-            tab.wait(DRAWN)
-            seconds.append(tab.busy())
+        tab.open(largest, width=1200, height=900)
+        tab.wait(DRAWN)
+        assert tab.busy() < LONGEST_SECONDS
         assert all(url.startswith(OWN) for url in tab.requests)
         assert tab.complaints == []
-    assert min(seconds) < LONGEST_SECONDS
 
 
 def test_every_chart_is_drawn_hover_tells_the_wavelength_and_menus_change_the_chart(largest, tmp_path):
