@@ -62,12 +62,13 @@ def test_rates_read_from_the_model_are_those_its_config_asks_for(name):
         flat = isinstance(settings, RopeSettings)
         of = settings if flat else settings[model.config.layer_types[layer.index]]
         n = of.channels(q.shape[-1])
-        expected = of.frequencies.rates(n)
+        rule = of.frequencies.at(TOKENS.shape[1], n)
+        expected = rule.rates(n)
         assert isinstance(layer.encoding, RoPE)
         assert torch.allclose(layer.encoding.frequencies.rates(n), expected, rtol=1e-5)
         assert layer.encoding.channels == n
         factor = layer.encoding.frequencies.attention_factor(n)
-        assert math.isclose(factor, of.frequencies.attention_factor(n), rel_tol=1e-5)
+        assert math.isclose(factor, rule.attention_factor(n), rel_tol=1e-5)
 
 
 def test_windows_softcaps_and_scales_are_those_of_each_layer():

@@ -26,6 +26,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
+    "original_max_position_embeddings": 32,
+    "factor": 8.0,
+}
 BY_LAYER_TYPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -40,6 +48,10 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", theta(1e4)),
     "llama, llama3 rule": ("llama", {"rope_parameters": LLAMA3}),
     "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
     "mistral": ("mistral", {"sliding_window": 8, **theta(1e6)}),
     "qwen2": ("qwen2", theta(1e6)),
     "qwen3": ("qwen3", {"head_dim": 32, **theta(1e6)}),
@@ -48,6 +60,10 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "gemma3": ("gemma3_text", {"head_dim": 32, **WINDOWED, "rope_parameters": BY_LAYER_TYPE}),
     "phi": ("phi", {**FULL, **theta(1e4, partial_rotary_factor=0.5)}),
     "phi3": ("phi3", {**theta(1e4)}),
+    "phi3, longrope beyond its original length": (
+        "phi3",
+        {"original_max_position_embeddings": 32, "rope_parameters": LONGROPE},
+    ),
     "phi3, partial": ("phi3", {**theta(1e4, partial_rotary_factor=0.5)}),
     "gpt_neox": ("gpt_neox", {**FULL, **theta(1e4, partial_rotary_factor=0.25)}),
     "cohere (interleaved)": ("cohere", theta(1e4)),
