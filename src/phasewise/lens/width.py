@@ -32,7 +32,7 @@ class Width(BaseModel):
     w90: float | None
     """90 % of the kernel lies within this distance, of what lies within `truncation`."""
     interval: tuple[float, float] | None
-    """95 % interval of w90 over resampled blocks; too narrow where `seen` itself is uncertain, as it is taken as given."""
+    """95 % interval of w90 over resampled blocks, `seen` taken as given: too narrow where that is uncertain."""
     truncation: int
     """The longest distance measured."""
     growth: float | None
