@@ -1,6 +1,8 @@
 import contextlib
+import gc
 import math
 import sys
+import weakref
 
 import pytest
 import torch
@@ -128,3 +130,20 @@ def test_model_that_is_not_read_is_refused_naming_the_families_that_are(config, 
     with pytest.raises(ValueError, match=", ".join(FAMILIES)) as error:
         read(model)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["llama", "glm (interleaved, partial)"])
+def test_what_a_layer_computes_is_let_go_before_the_next_one_is_read(name):
+    held, alive = [], []
+
+    def sink(layer, q, k):
+        alive.append([reference() is not None for reference in held])
+        held.extend([weakref.ref(q), weakref.ref(k)])
+
+    gc.disable()
+    try:
+        HFReader(tiny(name)).read(TOKENS, sink)
+    finally:
+        gc.enable()
+    assert alive == [[], [False, False]]
+    assert [reference() for reference in held] == [None] * 4

@@ -156,7 +156,7 @@ class _Call:
             with _asking(self.module.config):
                 self.module.forward(*call.args, **call.kwargs)
         except _Answer as answer:
-            return answer
+            return answer.with_traceback(None)  # its frames hold everything that the layer computed
         raise ValueError(
             f"{type(self.module).__name__} computes attention by itself, not through transformers' attention "
             f"interface, and is not read; read are {', '.join(FAMILIES)} and what is built like them"
