@@ -99,6 +99,6 @@ def test_a_damaged_config_and_weights_that_do_not_fit_are_refused(tmp_path):
 def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match=r"pip install 'phasewise\[train\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'phasewise\[train\]'"):
         save(model_of(NoPEConfig()), tmp_path)
     assert names(tmp_path) == []

@@ -117,7 +117,7 @@ def test_run_folder_holds_recipe_figures_metrics_and_checkpoints(whole):
             names = sorted(
                 path.name.split("-")[0] for path in (out / "runs" / f"{name}-seed{seed}").iterdir()
             )
-            assert names == ["checkpoint", "checkpoint", "evaluation.json", "metrics.jsonl"]
+            assert names == ["checkpoint", "checkpoint", "evaluation.json", "metrics.jsonl", "model"]
 
 
 @pytest.mark.parametrize("count", [1, 6, 30, 70])

@@ -17,9 +17,9 @@ def save(model: Transformer, folder: str | Path) -> None:
     """Write the model to `folder`, making it; what is there afterwards is a whole model, old or new.
 
     A folder that holds a model of the same config gets the new weights. Raises ValueError when it holds
-    a model of another config, which is left untouched, and ImportError without safetensors.
+    a model of another config, which is left untouched, and without safetensors installed.
     """
-    safetensors = _safetensors()
+    safetensors = require_safetensors()
     folder = Path(folder)
     text = model.config.model_dump_json(indent=2) + "\n"
     if (folder / CONFIG).exists() and _read_config(folder) != model.config:
@@ -34,10 +34,10 @@ def save(model: Transformer, folder: str | Path) -> None:
 def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transformer:
     """The model saved in `folder`, in the dtype it was saved in, ready for evaluation.
 
-    Raises ValueError when the folder holds no whole model or its weights do not fit its config, and
-    ImportError without safetensors.
+    Raises ValueError when the folder holds no whole model, its weights do not fit its config, or safetensors
+    is not installed.
     """
-    safetensors = _safetensors()
+    safetensors = require_safetensors()
     folder = Path(folder)
     config = _read_config(folder)
     if not (folder / WEIGHTS).exists():
@@ -66,9 +66,10 @@ def _read_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{folder / CONFIG} is not a model's config: {error}") from error
 
 
-def _safetensors():
+def require_safetensors():
+    """The safetensors package; ValueError, with what to install, when there is none."""
     try:
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("models on disk need safetensors: pip install 'phasewise[train]'") from error
+        raise ValueError("models on disk need safetensors: pip install 'phasewise[train]'") from error
     return safetensors

@@ -17,6 +17,7 @@ from phasewise.encodings import PoPE, RoPEConfig
 from phasewise.evaluate import Measurement, measure
 from phasewise.frequencies import Geometric
 from phasewise.model import Transformer, rescaled
+from phasewise.model.folder import require_safetensors, save
 from phasewise.record import record, replacing
 from phasewise.train.interrupt import Interrupted, interruptible
 from phasewise.train.loop import Diverged, cpu_threads, train
@@ -40,13 +41,14 @@ def compare(
 ) -> Comparison:
     """Train and evaluate what the recipe says into the run folder `out`, telling `console` of the progress.
 
-    The folder gets recipe.json at once, a folder for each training (metrics.jsonl, checkpoints,
+    The folder gets recipe.json at once, a folder for each training (metrics.jsonl, checkpoints, the model,
     evaluation.json), and at the end figure.svg, figure.png and report.json. Ctrl-C raises Interrupted with
     everything done so far on the disk; `resume` goes on from there and ends with the same numbers.
 
     Raises ValueError before anything is trained or written for a folder that holds something else, a recipe
     or corpus other than the one resumed, lengths beyond the corpus, and sizes that do not fit.
     """
+    require_safetensors()
     if figure:
         require_matplotlib()
     if resume:
@@ -177,6 +179,7 @@ class _Sitting:
             self.progress.update(bar, completed=steps, note=f"loss {loss:.3f}")
 
         trained = train(training, self.corpus, folder, device=self.device, on_step=on_step, stop=self.stop)
+        save(trained.model, folder / "model")
         pope = [module for module in trained.model.modules() if isinstance(module, PoPE)]
         frozen = math.fsum(module.frozen_fraction() for module in pope) / len(pope) if pope else None
         beyond = self.plan[-1].length > training.context
