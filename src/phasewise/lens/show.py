@@ -59,27 +59,23 @@ def summary(found: Inspection) -> dict[str, str]:
 
 
 def table(found: Inspection) -> Table:
-    """A line a layer."""
-    shown = Table(caption="; ".join(f"{name}: {said}" for name, said in summary(found).items()))
+    """A line a layer: wavelengths in tokens, how many frequencies are in use, where the largest share lies and
+    how large it is, the coherent part, and the part of channels that do not turn.
+    """
+    caption = "\n".join(f"{name}: {said}" for name, said in summary(found).items())
+    shown = Table(caption=caption, caption_justify="left")
     spectra = [layer for layer in found.layers if isinstance(layer, Spectrum)]
     phases = [layer for layer in found.layers if isinstance(layer, Phase)]
     shown.add_column("layer", justify="right")
     if spectra:
-        columns = (
-            "theta_eff",
-            "wavelength",
-            "frequencies in use",
-            "largest share at",
-            "coherent",
-            "not turning",
-        )
+        columns = ("theta_eff", "wavelength", "in use", "peak at", "peak", "coherent", "still")
         for column in columns:
             shown.add_column(column, justify="right")
     if phases:
         for column in ("argument, rms", f"gate at {phases[0].distances[-1]}", "change by distance"):
             shown.add_column(column, justify="right")
     for layer in found.layers:
-        cells = [_spectrum_cells(layer) if isinstance(layer, Spectrum) else [""] * 6] if spectra else []
+        cells = [_spectrum_cells(layer) if isinstance(layer, Spectrum) else [""] * 7] if spectra else []
         cells += [_phase_cells(layer) if isinstance(layer, Phase) else [""] * 3] if phases else []
         shown.add_row(str(layer.layer), *(cell for group in cells for cell in group))
     return shown
@@ -88,13 +84,14 @@ def table(found: Inspection) -> Table:
 def _spectrum_cells(layer: Spectrum) -> list[str]:
     use = layer.mean
     if use.theta_eff is None or use.participation is None:
-        return ["no energy", "", "", "", "", ""]
+        return ["no energy", "", "", "", "", "", ""]
     top = max(range(len(use.share)), key=use.share.__getitem__)
     return [
         f"{use.theta_eff:.3g}",
         _length(2 * math.pi / use.theta_eff),
-        f"{use.participation:.1f} of {len(use.share)}",
-        f"{_length(layer.wavelengths[top])} ({use.share[top]:.0%})",
+        f"{use.participation:.1f}/{len(use.share)}",
+        _length(layer.wavelengths[top]),
+        f"{use.share[top]:.0%}",
         f"{layer.coherent:.0%}",
         f"{use.zero_share:.0%}",
     ]
