@@ -352,3 +352,38 @@ def test_reading_changes_nothing_in_what_was_given():
     from_hf(written)
     assert json.dumps(written) == before
     assert math.isclose(written["rope_parameters"]["full_attention"]["rope_theta"], 1e6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_theta": 1e4, "hidden_size": 64, "num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"rope_theta": 1e4, "head_dim": 0, "rotary_dim": 4}, "head_dim is 0"),
+        ({"rope_theta": 1e4, "max_position_embeddings": "32768"}, "max_position_embeddings is '32768'"),
+        ({"rope_theta": "1e4"}, "rope_theta is '1e4'"),
+        ({"rope_theta": 1e4, "rope_scaling": [1, 2]}, r"rope_scaling is \[1, 2\]; give a dict"),
+        ({"rope_theta": 1e4, "rope_scaling": "yarn"}, "rope_scaling is 'yarn'; give a dict"),
+        ({"rope_theta": 1e4, "rope_scaling": {"type": ["yarn"]}}, "type is \\['yarn'\\]; give the name"),
+        (
+            {
+                "rope_theta": 1e4,
+                "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
+            },
+            "original_max_position_embeddings is 0",
+        ),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf(config)
+
+
+@pytest.mark.parametrize("settings", [None, {"a": 1}, 3])
+def test_what_is_no_rule_is_not_written(settings):
+    with pytest.raises(ValueError, match="is no rule"):
+        to_hf(settings)
+
+
+def test_the_head_width_of_a_gpt_j_config_is_read():
+    config = {"rope_theta": 1e4, "n_embd": 64, "n_head": 4, "rotary_dim": 8}
+    assert from_hf(config).fraction == 0.5

@@ -5,6 +5,7 @@ Letters: B batch, Hq and Hkv query and key heads, T queries, S keys, D width of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, overload
 
@@ -24,6 +25,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "reference", "sdpa", "tri
 
 MASK_LIMIT = 2**28  # largest mask or bias [rows, heads, T, S], in elements, that sdpa is given
 BLOCKED_LENGTH = 1024  # queries from which narrower values on a CPU go through blocked.py
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 AUTO_LIMIT = 2**28  # largest T * S that auto hands to the reference: 16 384 queries on as many keys
 
 
@@ -265,12 +267,21 @@ def _validate(
     window: int | None,
     scale: float | None,
 ) -> Call:
+    if not isinstance(encoding, Encoding):
+        raise ValueError(
+            f"encoding must be an encoding as RoPE(head_dim=64), but is {encoding!r}; "
+            "a config becomes one by config.build(num_heads=..., head_dim=...)"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, but is {type(x).__name__}; use torch.as_tensor")
         if x.ndim != 4:
             raise ValueError(f"{name} must be [batch, heads, length, width], but has shape {tuple(x.shape)}")
-        if not x.is_floating_point() or x.dtype != q.dtype or x.device != q.device:
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} is {x.dtype}; attention takes float16, bfloat16, float32 and float64")
+        if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
-                f"q, k and v must share one float dtype and device, but q is {q.dtype} on {q.device} "
+                f"q, k and v must share one dtype and device, but q is {q.dtype} on {q.device} "
                 f"and {name} is {x.dtype} on {x.device}"
             )
     batch, heads, length, width = q.shape
@@ -283,6 +294,13 @@ def _validate(
         raise ValueError(f"q and k must have one width, but q is {width} wide and k {k.shape[3]}")
     if groups == 0 or heads % groups:
         raise ValueError(f"{heads} query heads do not divide over {groups} kv heads; use a divisor")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, but is {scale}; None takes the encoding's own")
+    for name, at in (("q_at", q_at), ("k_at", k_at)):
+        if at is not None and not isinstance(at, Positions):
+            raise ValueError(
+                f"{name} must be Positions, but is {type(at).__name__}; use Positions(index, segment)"
+            )
     plain = q_at is None and k_at is None
     if k_at is None:
         if q_at is not None:

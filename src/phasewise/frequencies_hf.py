@@ -42,6 +42,19 @@ KEYS = {
 UNREAD = ("compress_rope_theta", "global_rope_theta", "layer_rope_theta", "local_rope_theta")
 """Top-level keys that change the rates of some layers in a way of one architecture's own."""
 
+NUMBERS = (
+    "rope_theta",
+    "rotary_emb_base",
+    "rope_local_base_freq",
+    "head_dim",
+    "hidden_size",
+    "num_attention_heads",
+    "rotary_dim",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "factor",
+)
+
 
 class RopeSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """A rule and the share of each head's channels that it turns (partial rotation)."""
@@ -83,6 +96,7 @@ def from_hf(config: Any) -> RopeSettings | NestedSettings:
     Linear(kind='linear', base=10000.0, factor=2.0)
     """
     config = _plain(config)
+    _check_numbers(config, "")
     if not {"rope_parameters", "rope_scaling"} & config.keys() and {"rope_type", "type"} & config.keys():
         config = {"rope_parameters": config}
     parameters = _parameters(config)
@@ -134,6 +148,8 @@ def to_hf(
     >>> to_hf(Linear(base=10_000.0, factor=4.0), legacy=True)
     {'rope_theta': 10000.0, 'rope_scaling': {'type': 'linear', 'factor': 4.0}}
     """
+    if not isinstance(settings, Frequencies | RopeSettings | Mapping):
+        raise ValueError(f"{settings!r} is no rule; give one, as Geometric(base=10_000.0), or RopeSettings")
     if isinstance(settings, Mapping):
         if legacy:
             raise ValueError(
@@ -182,6 +198,11 @@ def _plain(config: Any) -> dict[str, Any]:
 def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` or `rope_scaling`; both only when they say the same."""
     given = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key) is not None}
+    for key, value in given.items():
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"{key} is {value!r}; give a dict of the rule's parameters, as {{'rope_type': 'yarn', ..}}"
+            )
     if len(given) < 2:
         return dict(next(iter(given.values()), {}))
     merged = {}
@@ -208,6 +229,9 @@ def _rule_part(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name(parameters: Mapping[str, Any]) -> str:
     names = {key: parameters[key] for key in ("rope_type", "type") if parameters.get(key) is not None}
+    for key, name in names.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{key} is {name!r}; give the name of a rule: {', '.join(RULES)}")
     name = _agree("the rule's name", {key: EARLIER_NAMES.get(name, name) for key, name in names.items()})
     name = "default" if name is None else name
     if name not in RULES:
@@ -228,6 +252,7 @@ def _agree(what: str, given: Mapping[str, Any]) -> Any:
 def _settings(parameters: Mapping[str, Any], config: Mapping[str, Any], where: str) -> RopeSettings:
     """One flat set of parameters, with what the config says beside it."""
     given = {key: value for key, value in parameters.items() if value is not None}
+    _check_numbers(given, f"{where}: ")
     name = _name(given)
     rule = RULES[name]
     given.pop("rope_type", None)
@@ -284,8 +309,18 @@ def _head_dim(config: Mapping[str, Any]) -> int | None:
     for key in ("head_dim", "qk_rope_head_dim"):
         if config.get(key) is not None:
             return config[key]
-    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    return None if width is None or heads is None else width // heads
+    for width, heads in (("hidden_size", "num_attention_heads"), ("n_embd", "n_head")):
+        if config.get(width) is not None and config.get(heads) is not None:
+            return config[width] // config[heads]
+    return None
+
+
+def _check_numbers(values: Mapping[str, Any], where: str) -> None:
+    for key in NUMBERS:
+        value = values.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0):
+            raise ValueError(f"{where}{key} is {value!r}; give a number above 0")
 
 
 def _original_length(name: str, given: dict[str, Any], config: Mapping[str, Any], where: str) -> int:
@@ -335,6 +370,8 @@ def _written(
     """The flat v5 parameters, and what stands beside them in the config."""
     if isinstance(settings, Frequencies):
         settings = RopeSettings.model_validate({"frequencies": settings})
+    if not isinstance(settings, RopeSettings):
+        raise ValueError(f"{settings!r} is no rule; give one, as Geometric(base=10_000.0), or RopeSettings")
     rule = settings.frequencies
     if isinstance(rule, NTK):
         if head_dim is None:

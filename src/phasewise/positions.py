@@ -57,7 +57,8 @@ class Positions:
 
     @classmethod
     def arange(cls, length: int, *, start: int = 0, device: torch.device | str | None = None) -> Positions:
-        """`length` consecutive places from `start`, one row, one segment."""
+        """`length` consecutive places from `start`, one row, one segment; ValueError for a length below 0."""
+        _check_counts("length", [length])
         index = torch.arange(start, start + length, device=device)[None]
         return cls(index, torch.zeros_like(index))
 
@@ -65,13 +66,12 @@ class Positions:
     def packed(cls, lengths: Sequence[int], *, device: torch.device | str | None = None) -> Positions:
         """One row that holds several documents end to end: positions restart, segments count up.
 
-        Raises ValueError for a negative length.
+        Raises ValueError for lengths that are no whole numbers from 0.
 
         >>> Positions.packed([2, 3]).segment.tolist()
         [[0, 0, 1, 1, 1]]
         """
-        if any(length < 0 for length in lengths):
-            raise ValueError(f"document lengths must not be negative, but are {list(lengths)}")
+        _check_counts("document lengths", lengths)
         counts = torch.tensor(list(lengths), dtype=torch.int64, device=device)
         segment = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
         first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
@@ -97,6 +97,9 @@ class Positions:
         >>> Positions.grid([2, 2]).index.tolist()
         [[[0, 0], [0, 1], [1, 0], [1, 1]]]
         """
+        _check_counts("shape", shape)
+        if len(shape) == 0:
+            raise ValueError("shape is empty; give the size of each axis, as (rows, columns)")
         axes = torch.meshgrid(*(torch.arange(size, device=device) for size in shape), indexing="ij")
         index = torch.stack(axes, dim=-1).reshape(1, prod(shape), len(shape))
         return cls(index, torch.zeros(index.shape[:2], dtype=torch.int64, device=device))
@@ -147,7 +150,11 @@ class Positions:
         return self.index.device
 
     def narrow(self, start: int, length: int) -> Positions:
-        """The places `start` to `start + length` of every row."""
+        """The places `start` to `start + length` of every row; ValueError beyond the last place."""
+        if not 0 <= start <= start + length <= self.length:
+            raise ValueError(
+                f"places {start} to {start + length} are not all among the {self.length} there are"
+            )
         return Positions(self.index.narrow(1, start, length), self.segment.narrow(1, start, length))
 
     def rows(self, rows: slice) -> Positions:
@@ -188,12 +195,19 @@ def visible(q_at: Positions, k_at: Positions, *, causal: bool = True, window: in
     return mask
 
 
+def _check_counts(name: str, counts: Sequence[int]) -> None:
+    if any(not isinstance(count, int) or count < 0 for count in counts):
+        raise ValueError(f"{name} must be whole numbers from 0, but is {list(counts)}")
+
+
 def check_view(q_at: Positions, k_at: Positions, window: int | None) -> None:
     """Raise ValueError unless queries and keys are on the same axes, and `window` is one they can have."""
     if q_at.axes != k_at.axes:
         raise ValueError(
             f"queries are on {q_at.axes} axes and keys on {k_at.axes}; give both on the same axes"
         )
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+        raise ValueError(f"window must be a whole number of places, but is {window!r}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, the query itself, but is {window}; None sees all")
     if window is not None and q_at.axes != 1:

@@ -34,7 +34,7 @@ def reference(
     """
     batch, heads, length, _ = q.shape
     dtype = working_dtype(q.dtype)
-    if length == 0 or k.shape[2] == 0:
+    if 0 in (batch, length, k.shape[2]):
         empty = torch.full((batch, heads, length), EMPTY_LSE, dtype=dtype, device=q.device)
         return v.new_zeros(batch, heads, length, v.shape[-1]), empty
 

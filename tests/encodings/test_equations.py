@@ -9,7 +9,7 @@ import torch
 
 from phasewise.encodings import TAPA, ALiBi, NoPE, PoPE, RoPE, named
 from phasewise.encodings.base import angles
-from phasewise.frequencies import Explicit, Geometric, Proportional, YaRN
+from phasewise.frequencies import NTK, Explicit, Geometric, Proportional, YaRN
 from phasewise.positions import Positions
 
 HEADS, KV_HEADS, LENGTH, KEYS, WIDTH = 4, 2, 3, 5, 8
@@ -240,7 +240,13 @@ def test_rope_bias_depends_on_distance_alone():
         (lambda: TAPA(head_dim=8, alpha=-0.1), "greater than or equal to 0"),
         (lambda: TAPA(head_dim=8, fraction=0.3), "whole number"),
         (lambda: TAPA(head_dim=8, fraction=1.0), "less than 1"),
+        (lambda: TAPA(head_dim=8, alpha=1e5), "less than or equal to 4"),
         (lambda: ALiBi(num_heads=0), "at least 1"),
+        (lambda: ALiBi(num_heads=2.5), "whole number"),
+        (lambda: PoPE(num_heads=-2, head_dim=8), "whole number"),
+        (lambda: RoPE(head_dim=8.0), "whole number"),
+        (lambda: RoPE(head_dim=8, frequencies=Explicit(values=(1.0,))), "lists 1 channels"),
+        (lambda: RoPE(head_dim=2, frequencies=NTK(base=1e4, factor=2.0)), "single channel"),
         (lambda: named("rotary"), "nope, rope, pope, tapa, alibi"),
     ],
 )

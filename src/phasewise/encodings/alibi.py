@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phasewise.encodings.base import Encoding, EncodingConfig, distances, one_axis, products
+from phasewise.encodings.base import Encoding, EncodingConfig, check_size, distances, one_axis, products
 from phasewise.positions import Positions
 
 
@@ -35,8 +35,7 @@ class ALiBi(Encoding):
 
     def __init__(self, *, num_heads: int) -> None:
         super().__init__()
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, but is {num_heads}")
+        check_size("num_heads", num_heads)
         self.num_heads = num_heads
 
     @property

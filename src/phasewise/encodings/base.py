@@ -100,6 +100,12 @@ def distances(q_at: Positions, k_at: Positions) -> Tensor:
     return (q_at.index[:, None, :, None] - k_at.index[:, None, None, :]).abs()
 
 
+def check_size(name: str, size: int) -> None:
+    """Raise ValueError unless `size` is a whole number from 1."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, but is {size!r}")
+
+
 def one_axis(kind: str, axes: int) -> None:
     """Raise ValueError unless positions are on one axis."""
     if axes != 1:

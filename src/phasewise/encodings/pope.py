@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from phasewise.encodings.base import EncodingConfig, working_dtype
+from phasewise.encodings.base import EncodingConfig, check_size, working_dtype
 from phasewise.encodings.spectral import STANDARD, Spectral
 from phasewise.frequencies import AnyFrequencies, Frequencies
 
@@ -83,6 +83,8 @@ class PoPE(Spectral):
             magnitude=magnitude,
             axes=axes,
         )
+        check_size("num_heads", num_heads)
+        check_size("head_dim", head_dim)
         if head_dim % axes:
             raise ValueError(
                 f"PoPE splits its channels over the axes: head_dim {head_dim} is no multiple of {axes}"

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from phasewise.encodings.base import EncodingConfig, one_axis, working_dtype
+from phasewise.encodings.base import EncodingConfig, check_size, one_axis, working_dtype
 from phasewise.encodings.spectral import STANDARD, Spectral
 from phasewise.frequencies import AnyFrequencies, Frequencies
 
@@ -40,6 +40,7 @@ class RoPE(Spectral):
 
     def __init__(self, *, head_dim: int, frequencies: Frequencies = STANDARD, fraction: float = 1.0) -> None:
         config = RoPEConfig(frequencies=frequencies, fraction=fraction)  # type: ignore[arg-type]
+        check_size("head_dim", head_dim)
         turning = int(head_dim * fraction)
         if turning < 2 or turning % 2:
             raise ValueError(

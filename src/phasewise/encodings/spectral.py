@@ -36,7 +36,7 @@ class Spectral(Encoding):
         self.channels = channels
         self.axes = axes
         with torch.device("cpu"):  # a rule is numbers, also where a model is built on the meta device
-            frequencies.at(1, channels // axes)
+            frequencies.at(1, channels // axes).rates(channels // axes)  # raises where the rule does not fit
             self._regimes = [
                 (first, last, frequencies.at(first, channels // axes))
                 for first, last in frequencies.regimes or ()

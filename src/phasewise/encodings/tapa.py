@@ -9,7 +9,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from phasewise.encodings.base import Encoding, EncodingConfig, distances, one_axis, products, working_dtype
+from phasewise.encodings.base import (
+    Encoding,
+    EncodingConfig,
+    check_size,
+    distances,
+    one_axis,
+    products,
+    working_dtype,
+)
 from phasewise.positions import Positions
 
 PhaseForm = Literal["quadratic", "linear"]
@@ -19,7 +27,7 @@ class TAPAConfig(EncodingConfig):
     """Settings of TAPA; see `TAPA` for their meaning."""
 
     kind: Literal["tapa"] = "tapa"
-    alpha: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
+    alpha: float = Field(default=0.1, ge=0.0, le=4.0)
     fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
     phase: PhaseForm = "quadratic"
     two_pi: bool = True
@@ -38,8 +46,8 @@ class TAPA(Encoding):
     There are no parameters: the projections learn. The score is even in m - n, so without a causal mask it
     cannot tell left from right.
 
-    Raises ValueError for alpha below 0 or a fraction that gives no whole split. Source: Wang et al.,
-    arXiv 2509.12635.
+    Raises ValueError for alpha outside 0 to 4 (the paper's are below 1) or a fraction that gives no whole
+    split. Source: Wang et al., arXiv 2509.12635.
 
     >>> TAPA(head_dim=64).amplitude_dim
     32
@@ -58,6 +66,7 @@ class TAPA(Encoding):
     ) -> None:
         super().__init__()
         self._config = TAPAConfig(alpha=alpha, fraction=fraction, phase=phase, two_pi=two_pi)
+        check_size("head_dim", head_dim)
         amplitude = round(head_dim * fraction)
         if not math.isclose(amplitude, head_dim * fraction, abs_tol=1e-6) or not 0 < amplitude < head_dim:
             raise ValueError(

@@ -1,0 +1,74 @@
+"""What attention and positions are given that does not fit is named, with the remedy."""
+
+import numpy as np
+import pytest
+import torch
+
+from phasewise import Positions, RoPE, RoPEConfig, attention
+
+
+def tensors(dtype=torch.float32):
+    return [torch.zeros(1, 2, 3, 8).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoding": RoPEConfig()}, "config.build"),
+        ({"encoding": "rope"}, "RoPE\\(head_dim=64\\)"),
+        ({"q": np.zeros((1, 2, 3, 8))}, "torch.as_tensor"),
+        ({"q": torch.zeros(2, 3, 8)}, "batch, heads, length, width"),
+        ({"q": torch.zeros(1, 2, 3, 8, dtype=torch.int64)}, "q is torch.int64; attention takes"),
+        ({"q": torch.zeros(1, 2, 3, 8).to(torch.float8_e4m3fn)}, "attention takes"),
+        ({"q": torch.zeros(1, 2, 3, 8, dtype=torch.float64)}, "share one dtype"),
+        ({"q": torch.zeros(1, 3, 3, 8)}, "3 query heads do not divide over 2 kv heads"),
+        ({"q": torch.zeros(1, 2, 4, 8)}, "give q_at"),
+        ({"q": torch.zeros(1, 2, 3, 16)}, "one width"),
+        ({"v": torch.zeros(1, 2, 4, 8)}, "kv heads, keys, width"),
+        ({"encoding": RoPE(head_dim=16)}, "head_dim 16"),
+        ({"q_at": torch.arange(3)[None]}, "must be Positions"),
+        ({"q_at": Positions.arange(3)}, "without k_at"),
+        ({"k_at": Positions.arange(4)}, "places 1 x 4 tokens"),
+        ({"k_at": Positions.arange(3).expand(2)}, "places 2 x 3 tokens"),
+        ({"window": 0}, "at least 1"),
+        ({"window": 2.5}, "whole number"),
+        ({"window": True}, "whole number"),
+        ({"scale": float("nan")}, "finite"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, message):
+    q, k, v = tensors()
+    given = {"q": q, "k": k, "v": v, "encoding": RoPE(head_dim=8)} | change
+    with pytest.raises(ValueError, match=message):
+        attention(given.pop("q"), given.pop("k"), given.pop("v"), given.pop("encoding"), **given)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize(("batch", "length"), [(0, 3), (1, 0)])
+def test_an_empty_call_gives_an_empty_output(impl, batch, length):
+    q, k, v = (torch.zeros(batch, 2, size, 8) for size in (length, 3, 3))
+    assert attention(q, k, v, RoPE(head_dim=8), impl=impl).shape == (batch, 2, length, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Positions.arange(-1), "length must be whole numbers from 0"),
+        (lambda: Positions.packed([1.5]), "document lengths must be whole numbers"),
+        (lambda: Positions.packed([-1]), "document lengths must be whole numbers"),
+        (lambda: Positions.grid([-1, 2]), "shape must be whole numbers"),
+        (lambda: Positions.grid([]), "shape is empty"),
+        (lambda: Positions.arange(3).narrow(2, 2), "places 2 to 4"),
+        (lambda: Positions.arange(3).expand(2).expand(3), "give 1 row or 3"),
+        (lambda: Positions.padded(torch.ones(3)), r"\[B, T\]"),
+        (lambda: Positions(torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.int64)), "must be int64"),
+        (
+            lambda: Positions(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)),
+            r"index\[None\]",
+        ),
+        (lambda: Positions.after(Positions.arange(0), 1), "nothing to continue"),
+    ],
+)
+def test_places_that_are_none_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
