@@ -12,6 +12,8 @@ RANKS = {
     "positions": 0,
     "frequencies": 0,
     "record": 0,
+    "interrupt": 0,
+    "device": 0,
     "frequencies_hf": 1,
     "encodings": 1,
     "kernels": 1,

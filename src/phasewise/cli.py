@@ -52,8 +52,8 @@ def compare(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
+    from phasewise.interrupt import Interrupted
     from phasewise.train.compare import compare, read_recipe
-    from phasewise.train.interrupt import Interrupted
     from phasewise.train.loop import Diverged
     from phasewise.train.recipe import CompareRecipe
     from phasewise.train.report import table
@@ -110,6 +110,7 @@ def profile(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
+    from phasewise.interrupt import interruptible
     from phasewise.lens.dependency import Shuffle
     from phasewise.lens.profile import ModelView, profile
     from phasewise.lens.profile_report import figures, summary, table
@@ -145,29 +146,31 @@ def profile(arguments: Sequence[str]) -> int:
     view = None
     if options.checkpoint is not None:
         view = ModelView(str(options.checkpoint), tokenizer=options.tokenizer, context=options.context)
-    found = profile(
-        options.data,
-        granularities=options.granularities,
-        split=options.split,
-        longest=options.longest,
-        shuffle=options.shuffle,
-        model=view,
-        seed=options.seed,
-        console=Console(stderr=True),
-    )
     recipe = {
         name: value for name, value in vars(options).items() if name not in ("out", "as_json", "checkpoint")
     }
-    write_report(
-        options.out,
-        kind="profile",
-        title="Dependency against distance",
-        values=found,
-        charts=figures(found),
-        recipe={**recipe, "checkpoint": view and view.checkpoint},
-        summary=summary(found),
-        partial=found.partial,
-    )
+    with interruptible() as stop:
+        found = profile(
+            options.data,
+            granularities=options.granularities,
+            split=options.split,
+            longest=options.longest,
+            shuffle=options.shuffle,
+            model=view,
+            seed=options.seed,
+            console=Console(stderr=True),
+            stop=stop,
+        )
+        write_report(
+            options.out,
+            kind="profile",
+            title="Dependency against distance",
+            values=found,
+            charts=figures(found),
+            recipe={**recipe, "checkpoint": view and view.checkpoint},
+            summary=summary(found),
+            partial=found.partial,
+        )
     if options.as_json:
         print((options.out / "report.json").read_text(), end="")
     else:
@@ -185,11 +188,11 @@ def inspect(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from phasewise.data import load
+    from phasewise.interrupt import interruptible
     from phasewise.lens.capture import open_checkpoint, tokenizer_of
     from phasewise.lens.inspect import Request, inspect
     from phasewise.lens.report import check_folder, write_json, write_report
     from phasewise.lens.show import figures, summary, table
-    from phasewise.train.interrupt import interruptible
 
     @dataclass(kw_only=True)
     class Options:

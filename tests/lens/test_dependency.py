@@ -155,14 +155,13 @@ def test_resampled_curves_use_the_same_blocks_at_all_distances():
 
 
 def test_ctrl_c_keeps_the_distances_that_are_done():
-    def interrupt(done):
-        if done == 3:
-            raise KeyboardInterrupt
-
     tokens = sources.independent(10_000, classes=4, seed=8)
-    curve = dependency(tokens, np.array([10_000]), distances=[1, 2, 4, 8], on_distance=interrupt)
+    asked = iter([False, False, False, True])
+    curve = dependency(tokens, np.array([10_000]), distances=[1, 2, 4, 8], stop=lambda: next(asked))
     assert curve.distances.tolist() == [1, 2, 4]
     assert curve.value.shape == curve.error.shape == (3,)
+    with pytest.raises(KeyboardInterrupt):
+        dependency(tokens, np.array([10_000]), distances=[1, 2, 4, 8], stop=lambda: True)
 
 
 @settings(deadline=None)

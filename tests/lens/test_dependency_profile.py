@@ -1,18 +1,18 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
 
 from phasewise.cli import main
-from phasewise.data import load
 from phasewise.encodings import RoPEConfig
+from phasewise.interrupt import interruptible
+from phasewise.lens import dependency as counting
 from phasewise.lens import profile as module
+from phasewise.lens.dependency import dependency
 from phasewise.lens.dilation import Dilation
 from phasewise.lens.profile import Profile, profile, read
 from phasewise.lens.profile_report import figures, label, summary
@@ -231,26 +231,64 @@ def test_interrupted_corpus_is_kept_with_the_granularities_that_are_done(monkeyp
     assert [level.granularity for level in found.corpora[0].granularities] == ["bytes"]
 
 
-@pytest.mark.slow
-def test_ctrl_c_writes_what_is_done_marked_partial_with_exit_code_130(tmp_path):
+@pytest.mark.parametrize("place", range(3, 103, 9))
+def test_ctrl_c_at_any_moment_keeps_every_distance_that_is_done(words, place):
+    """The signal comes at a line of `dependency` after the first distance, whichever line that is."""
+    left = place
+
+    def trace(frame, event, _argument):
+        nonlocal left
+        if frame.f_code is not dependency.__code__:
+            return None
+        if event == "line" and len(frame.f_locals.get("baseline", ())) > 0:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+        return trace
+
+    with interruptible() as stop:
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            found = profile([f"text:{words}"], granularities=["bytes"], longest=50, stop=stop)
+        finally:
+            sys.settrace(before)
+    (level,) = found.corpora[0].granularities
+    assert found.partial == f"interrupted at text:{words}"
+    assert not level.information.complete
+    assert len(level.information.distances) == len(level.information.value) > 0
+
+
+def press_ctrl_c(monkeypatch, owner, name, *, calls):
+    """Let the process get SIGINT when a function is called for one of the given times, counted from 1."""
+    real, made = getattr(owner, name), []
+
+    def pressed(*arguments, **options):
+        made.append(name)
+        if len(made) in calls:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, pressed)
+
+
+def test_ctrl_c_writes_what_is_done_marked_partial_with_exit_code_130(capsys, monkeypatch, tmp_path, words):
     out = tmp_path / "report"
-    command = [sys.executable, "-m", "phasewise", "profile", "austen", "--granularities", "bytes", "words"]
-    process = subprocess.Popen(
-        [*command, "--out", str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-    load("austen")
-    time.sleep(8)
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130, err
-    assert "interrupted at austen; what was done is in" in err
+    press_ctrl_c(monkeypatch, counting, "_joint", calls=[5])
+    code, _, err = run(capsys, f"text:{words}", "--longest", 50, "--out", out)
+    assert code == 130
+    assert err == f"phasewise: interrupted at text:{words}; what was done is in {out}\n"
     values = Profile.model_validate(json.loads((out / "report.json").read_text())["values"])
-    assert values.partial == "interrupted at austen"
-    assert "interrupted at austen" in (out / "report.html").read_text()
+    assert values.partial == f"interrupted at text:{words}"
+    assert len(values.corpora[0].granularities[0].information.value) == 3
+    assert "Partial result." in (out / "report.html").read_text()
+
+
+def test_ctrl_c_before_anything_is_measured_writes_nothing(capsys, monkeypatch, tmp_path, words):
+    press_ctrl_c(monkeypatch, module, "sequences", calls=[1])
+    code, _, err = run(capsys, f"text:{words}", "--longest", 50, "--out", tmp_path / "report")
+    assert (code, err) == (130, "phasewise: interrupted\n")
+    assert not (tmp_path / "report").exists()
 
 
 def test_checkpoint_of_transformers_is_measured_like_one_of_ours(words, tmp_path):

@@ -4,9 +4,9 @@ from contextlib import nullcontext
 
 import pytest
 
+from phasewise.interrupt import Interrupted
 from phasewise.train import compare as module
 from phasewise.train.compare import compare, read_recipe
-from phasewise.train.interrupt import Interrupted
 from phasewise.train.recipe import SCALINGS, CompareRecipe
 from phasewise.train.report import Comparison
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from phasewise.encodings import ENCODINGS
+from phasewise.interrupt import Interrupted
 from phasewise.train import loop
 from phasewise.train.checkpoint import load, saved
-from phasewise.train.interrupt import Interrupted
 from phasewise.train.loop import Diverged, train
 
 from .small import CPU, corpus, recipe

@@ -103,12 +103,14 @@ def dependency(
     shuffle: Shuffle = "document",
     seed: int = 0,
     on_distance: Callable[[int], None] = lambda done: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Curve:
     """The mutual information, in nats, between tokens r apart in one document, beyond a shuffled baseline.
 
     classes: uint8 [tokens], all documents in a row, at most 256 classes. lengths: int [documents].
     distances: ascending, from 1 to the longest document's last. on_distance is told how many are done.
-    Ctrl-C ends the counting; the curve then has the distances that were done, if any were.
+    stop is asked before each distance: when it says so, the curve has the distances that were done; if none
+        were, KeyboardInterrupt is raised.
     shuffle: the baseline is the same estimate after the tokens of each document, or of the corpus, were put
         in random order. "document" subtracts what needs no order (a document's own vocabulary) and leaves
         what only positions can carry; near the length of a document that bends a power law down. "corpus"
@@ -139,24 +141,24 @@ def dependency(
     shuffled = _shuffled(tokens, lengths, shuffle, np.random.default_rng(seed))
 
     pairs, parts, shares, baseline = [], [], [], []
-    try:
-        for done, distance in enumerate(distances.tolist(), start=1):
-            own = _joint(tokens, remaining, edges, distance, count)
-            counted = own.sum(1)
-            if np.count_nonzero(counted) < 2:
-                raise ValueError(
-                    f"pairs of tokens {distance} apart lie in fewer than two blocks of the corpus, so they "
-                    "have no error bars; ask for shorter distances, or give a longer corpus"
-                )
-            chance = _jackknifed(_joint(shuffled, remaining, edges, distance, count))
-            pairs.append(int(counted.sum()))
-            parts.append(_jackknifed(own) - chance)
-            shares.append(counted / counted.sum())
-            baseline.append(chance.sum())
-            on_distance(done)
-    except KeyboardInterrupt:
-        if not pairs:
-            raise
+    for done, distance in enumerate(distances.tolist(), start=1):
+        if stop():
+            break
+        own = _joint(tokens, remaining, edges, distance, count)
+        counted = own.sum(1)
+        if np.count_nonzero(counted) < 2:
+            raise ValueError(
+                f"pairs of tokens {distance} apart lie in fewer than two blocks of the corpus, so they "
+                "have no error bars; ask for shorter distances, or give a longer corpus"
+            )
+        chance = _jackknifed(_joint(shuffled, remaining, edges, distance, count))
+        pairs.append(int(counted.sum()))
+        parts.append(_jackknifed(own) - chance)
+        shares.append(counted / counted.sum())
+        baseline.append(chance.sum())
+        on_distance(done)
+    if not pairs:
+        raise KeyboardInterrupt
     return Curve(
         distances=distances[: len(pairs)],
         pairs=np.array(pairs),

@@ -132,6 +132,7 @@ def profile(
     model: ModelView | None = None,
     seed: int = 0,
     console: Console | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Profile:
     """Profile corpora by name, as `phasewise.data.load` takes them, telling `console` of the progress.
 
@@ -139,7 +140,9 @@ def profile(
     longest: the longest distance, in the corpus's finest unit; None: where half as many pairs remain as at
         distance 1, and 16 384 at most.
     model: measure a model's use of each corpus too, see `replacement`.
-    Ctrl-C returns what was done so far, marked partial; before any of it, it interrupts.
+    stop: asked between distances, and between a model's windows: when it says so, what was done so far is
+        returned, marked partial; before any of it, KeyboardInterrupt is raised. A KeyboardInterrupt from
+        elsewhere keeps the granularities that are done.
 
     Raises ValueError for what `load`, `sequences` and `dependency` refuse.
     """
@@ -149,7 +152,7 @@ def profile(
     partial = None
     with _progress(console or Console(quiet=True)) as progress:
         for name in names:
-            sitting = _Sitting(name, split, longest, shuffle, seed, progress)
+            sitting = _Sitting(name, split, longest, shuffle, seed, progress, stop)
             try:
                 sitting.measure(granularities)
                 if model is not None:
@@ -176,6 +179,7 @@ class _Sitting:
     shuffle: Shuffle
     seed: int
     progress: Progress
+    stop: Callable[[], bool]
     corpus: Corpus = field(init=False)
     measured: list[tuple[Sequences, Curve, Profiled]] = field(default_factory=list)
     seen: Profiled | None = None
@@ -185,6 +189,7 @@ class _Sitting:
         with self._bar("reading", None):
             self.corpus = load(self.name)
         for granularity in granularities or BY_UNIT[self.corpus.unit]:
+            self._go_on()
             with self._bar(granularity, DISTANCES) as advance:
                 started = perf_counter()
                 cut = sequences(self.corpus, granularity, split=self.split)
@@ -198,6 +203,7 @@ class _Sitting:
                     shuffle=self.shuffle,
                     seed=self.seed,
                     on_distance=advance,
+                    stop=self.stop,
                 )
                 self.cut = len(curve.distances) < len(asked)
                 found = read(curve, complete=not self.cut, seconds=perf_counter() - started)
@@ -208,6 +214,7 @@ class _Sitting:
     def look(self, view: ModelView) -> None:
         if self.cut:
             return
+        self._go_on()
         with self._bar("model", view.windows) as advance:
             started = perf_counter()
             model, vocab_size = _opened(view.checkpoint)
@@ -225,9 +232,14 @@ class _Sitting:
                 windows=view.windows,
                 seed=self.seed,
                 on_window=advance,
+                stop=self.stop,
             )
             self.cut = len(curve.parts) < view.windows
             self.seen = read(curve, complete=not self.cut, seconds=perf_counter() - started)
+
+    def _go_on(self) -> None:
+        if self.stop():
+            raise KeyboardInterrupt
 
     def result(self) -> CorpusProfile:
         corpus = self.corpus
@@ -334,4 +346,4 @@ def _longest(cut: Sequences) -> int:
 
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

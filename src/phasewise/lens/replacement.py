@@ -26,6 +26,7 @@ def replacement(
     seed: int = 0,
     device: torch.device | str = "cpu",
     on_window: Callable[[int], None] = lambda done: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Curve:
     """The rise in a model's loss, in nats, at a token when the one r places before it is replaced.
 
@@ -37,7 +38,7 @@ def replacement(
 
     model: tokens [V, T] -> logits [V, T, vocabulary], without dropout. documents: of the model's tokens;
     windows are drawn from those longer than `context`, each with one more token to predict.
-    Ctrl-C ends the measurement with the windows that were done, if at least two were.
+    stop is asked before each window from the third on: when it says so, those that were done are the result.
 
     Raises ValueError for a context that no document fills.
     """
@@ -53,20 +54,18 @@ def replacement(
     distances = log_spaced(context)
     nearest = _nearest(distances, context)
     rises, counts = [], []
-    try:
-        for done in range(1, windows + 1):
-            document = long_enough[random.choice(len(long_enough), p=starts / starts.sum())]
-            start = random.integers(len(document) - context)
-            window = document[start : start + context + 1].astype(np.int64)
-            others = [long_enough[index] for index in random.integers(len(long_enough), size=replaced)]
-            drawn = [int(other[random.integers(len(other))]) for other in others]
-            rise, count = _rises(model, window, random.integers(context, size=replaced), drawn, device)
-            rises.append(np.bincount(nearest, rise, minlength=len(distances)))
-            counts.append(np.bincount(nearest, count, minlength=len(distances)))
-            on_window(done)
-    except KeyboardInterrupt:
-        if len(rises) < 2:
-            raise
+    for done in range(1, windows + 1):
+        if len(rises) >= 2 and stop():
+            break
+        document = long_enough[random.choice(len(long_enough), p=starts / starts.sum())]
+        start = random.integers(len(document) - context)
+        window = document[start : start + context + 1].astype(np.int64)
+        others = [long_enough[index] for index in random.integers(len(long_enough), size=replaced)]
+        drawn = [int(other[random.integers(len(other))]) for other in others]
+        rise, count = _rises(model, window, random.integers(context, size=replaced), drawn, device)
+        rises.append(np.bincount(nearest, rise, minlength=len(distances)))
+        counts.append(np.bincount(nearest, count, minlength=len(distances)))
+        on_window(done)
     pairs = np.sum(counts, axis=0)
     kept = pairs > 0
     pairs = pairs[kept]

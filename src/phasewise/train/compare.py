@@ -1,14 +1,15 @@
 """Several encodings on one corpus under one budget, each evaluated up to many times the trained length."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Annotated
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -16,18 +17,30 @@ from phasewise.data import Batch, Corpus, Windows, batch, load, windows
 from phasewise.encodings import PoPE, RoPEConfig
 from phasewise.evaluate import Measurement, measure
 from phasewise.frequencies import Geometric
+from phasewise.interrupt import Interrupted, interruptible
 from phasewise.model import Transformer, rescaled
 from phasewise.model.folder import require_safetensors, save
 from phasewise.record import record, replacing
-from phasewise.train.interrupt import Interrupted, interruptible
+from phasewise.train.folder import (
+    EVALUATION,
+    REPORT,
+    Begun,
+    Unwritten,
+    begin,
+    held,
+    read,
+    read_begun,
+    require_free,
+)
 from phasewise.train.loop import Diverged, cpu_threads, train
 from phasewise.train.recipe import SCALINGS, CompareRecipe, TrainRecipe
-from phasewise.train.report import Comparison, CorpusFacts, Row, Run, draw, require_matplotlib
+from phasewise.train.report import Comparison, CorpusFacts, Report, Row, Run, draw, require_matplotlib
 
 SPLIT = "test"
 BATCH_TOKENS = 4096
+FIGURES = ("figure.svg", "figure.png")
 
-_ROWS = TypeAdapter(list[Row])
+_ROWS = TypeAdapter(Annotated[list[Row], Field(min_length=1)])
 
 
 def compare(
@@ -45,19 +58,45 @@ def compare(
     evaluation.json), and at the end figure.svg, figure.png and report.json. Ctrl-C raises Interrupted with
     everything done so far on the disk; `resume` goes on from there and ends with the same numbers.
 
-    Raises ValueError before anything is trained or written for a folder that holds something else, a recipe
-    or corpus other than the one resumed, lengths beyond the corpus, and sizes that do not fit.
+    Raises ValueError before anything is trained or written for a folder that holds something else or that
+    another process works on, a recipe or corpus other than the one resumed, lengths beyond the corpus, and
+    sizes that do not fit; Unwritten when something cannot be written, as on a full disk.
     """
     require_safetensors()
     if figure:
         require_matplotlib()
-    if resume:
-        _same_recipe(out, recipe)
-    elif out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} already exists: choose another folder, or --resume if it holds this run")
-    if (out / "report.json").exists():
-        return Comparison.model_validate(json.loads((out / "report.json").read_text())["values"])
-    device = _usable(device)
+    if not resume:
+        require_free(out)
+        prepared = _prepare(recipe, device)
+        with begin(out, Begun(recipe=recipe, corpus_sha256=prepared.corpus.sha256)):
+            return _finish(prepared, out, figure=figure, console=console)
+    begun = read_begun(out)
+    _same_recipe(out, begun.recipe, recipe)
+    if (out / REPORT).exists():
+        return _finished(out, figure=figure)
+    with held(out):
+        prepared = _prepare(recipe, device)
+        if begun.corpus_sha256 != prepared.corpus.sha256:
+            raise ValueError(
+                f"the corpus {prepared.corpus.name} has changed since {out} was begun: choose another folder"
+            )
+        return _finish(prepared, out, figure=figure, console=console)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A recipe that fits its corpus, the windows to evaluate and the device."""
+
+    recipe: CompareRecipe
+    corpus: Corpus
+    plan: tuple[Windows, ...]
+    trainings: dict[tuple[str, int], TrainRecipe]
+    device: torch.device
+
+
+def _prepare(recipe: CompareRecipe, device: torch.device | str) -> _Prepared:
+    """Check everything that can be checked before anything is written."""
+    usable = _usable(device)
     corpus = load(recipe.data, tokenizer=recipe.tokenizer)
     plan = _plan(recipe, corpus)
     trainings = {
@@ -65,72 +104,77 @@ def compare(
         for seed in recipe.seeds
         for encoding in recipe.encodings
     }
-    for training in trainings.values():
+    for encoding in recipe.encodings:
         with torch.device("meta"):
-            Transformer(training.model)
+            Transformer(trainings[encoding, recipe.seeds[0]].model)
     batch(corpus, "train", step=0, context=recipe.context, batch_size=recipe.batch_size, seed=0)
-    _write_recipe(out, recipe, corpus)
+    return _Prepared(recipe, corpus, plan, trainings, usable)
 
-    finished: list[Row] = []
+
+def _finish(prepared: _Prepared, out: Path, *, figure: bool, console: Console | None) -> Comparison:
+    """Do what is left to do in a run folder that this process holds."""
+    recipe, corpus = prepared.recipe, prepared.corpus
+    rows: list[Row] = []
     progress = _progress(console or Console(quiet=True))
-    with cpu_threads(recipe.threads), interruptible() as stop, progress:
-        sitting = _Sitting(recipe, corpus, plan, device, stop, progress)
-        for (encoding, seed), training in trainings.items():
+    with _writing(out), cpu_threads(recipe.threads), interruptible() as stop, progress:
+        sitting = _Sitting(recipe, corpus, prepared.plan, prepared.device, stop, progress)
+        for (encoding, seed), training in prepared.trainings.items():
             try:
-                finished += sitting.run(training, out / "runs" / f"{encoding}-seed{seed}")
+                rows += sitting.run(training, out / "runs" / f"{encoding}-seed{seed}")
             except (Interrupted, Diverged) as error:
                 raise type(error)(f"{encoding}, seed {seed}: {error}") from error
-    comparison = Comparison(
-        corpus=_described(corpus),
-        split=SPLIT,
-        context=recipe.context,
-        trained_tokens=recipe.trained_tokens,
-        answers_only=corpus.task is not None,
-        seconds=math.fsum(row.runs[0].train_seconds + row.runs[0].evaluate_seconds for row in finished),
-        rows=_merged(finished),
-    )
-    if figure:
-        draw(comparison, out / "figure.svg")
-        draw(comparison, out / "figure.png")
-    # Last: a folder with a report is a finished run.
-    record(
-        out / "report.json",
-        recipe=recipe.model_dump(mode="json"),
-        values=comparison.model_dump(mode="json"),
-        device=device,
-    )
+        comparison = Comparison(
+            corpus=_described(corpus),
+            split=SPLIT,
+            context=recipe.context,
+            trained_tokens=recipe.trained_tokens,
+            answers_only=corpus.task is not None,
+            seconds=math.fsum(row.runs[0].train_seconds + row.runs[0].evaluate_seconds for row in rows),
+            rows=_merged(rows),
+        )
+        if figure:
+            _draw(comparison, out)
+        # Last: a folder with a report is a finished run.
+        record(
+            out / REPORT,
+            recipe=recipe.model_dump(mode="json"),
+            values=comparison.model_dump(mode="json"),
+            device=prepared.device,
+        )
     return comparison
 
 
-def read_recipe(out: Path) -> CompareRecipe:
-    """The recipe of the run folder `out`; ValueError when there is none, or one that cannot be read."""
+def _finished(out: Path, *, figure: bool) -> Comparison:
+    """The report of a finished run, which gets the figure if it was finished without."""
+    remedy = "delete it to have it made again from the evaluations"
+    comparison = read(out / REPORT, TypeAdapter(Report), "a report of compare", remedy).values
+    if figure and not all((out / name).exists() for name in FIGURES):
+        with _writing(out):
+            _draw(comparison, out)
+    return comparison
+
+
+def _draw(comparison: Comparison, out: Path) -> None:
+    for name in FIGURES:
+        draw(comparison, out / name)
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
     try:
-        return CompareRecipe.model_validate(json.loads((out / "recipe.json").read_text())["recipe"])
-    except FileNotFoundError as error:
-        raise ValueError(f"{out} holds no run to resume: leave out --resume to start one there") from error
-    except (ValueError, KeyError) as error:
-        raise ValueError(
-            f"{out / 'recipe.json'} is not a recipe of compare: choose another folder"
-        ) from error
+        yield
+    except (OSError, require_safetensors().SafetensorError) as error:
+        raise Unwritten(f"{out} cannot be written to ({error})") from error
 
 
-def _same_recipe(out: Path, recipe: CompareRecipe) -> None:
-    begun, now = read_recipe(out).model_dump(), recipe.model_dump()
-    differing = [f"{name} ({begun[name]}, now {now[name]})" for name in now if begun[name] != now[name]]
+def _same_recipe(out: Path, begun: CompareRecipe, recipe: CompareRecipe) -> None:
+    before, now = begun.model_dump(), recipe.model_dump()
+    differing = [f"{name} ({before[name]}, now {now[name]})" for name in now if before[name] != now[name]]
     if differing:
         raise ValueError(
             f"{out} was begun with another {', '.join(differing)}: "
             "resume it as begun, or choose another folder"
         )
-
-
-def _write_recipe(out: Path, recipe: CompareRecipe, corpus: Corpus) -> None:
-    path = out / "recipe.json"
-    if path.exists() and json.loads(path.read_text())["corpus_sha256"] != corpus.sha256:
-        raise ValueError(f"the corpus {corpus.name} has changed since {out} was begun: choose another folder")
-    content = {"recipe": recipe.model_dump(mode="json"), "corpus_sha256": corpus.sha256}
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _plan(recipe: CompareRecipe, corpus: Corpus) -> tuple[Windows, ...]:
@@ -168,9 +212,9 @@ class _Sitting:
 
     def run(self, training: TrainRecipe, folder: Path) -> list[Row]:
         """Train and measure one model, or read what an earlier sitting measured: its row, its scalings'."""
-        finished = folder / "evaluation.json"
+        finished = folder / EVALUATION
         if finished.exists():
-            return _ROWS.validate_json(finished.read_bytes())
+            return read(finished, _ROWS, "an evaluation of compare", "delete it to have it measured again")
         encoding = training.model.encodings[0]
         name = f"{encoding.kind}, seed {training.seed}"
         bar = self.progress.add_task(name, total=training.steps, note="")
@@ -243,9 +287,11 @@ def _merged(rows: list[Row]) -> tuple[Row, ...]:
 
 def _usable(device: torch.device | str) -> torch.device:
     try:
-        return torch.empty(0, device=device).device
+        read_back = torch.zeros(1, device=device)
+        read_back.item()
+        return read_back.device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(". ")[0]
         raise ValueError(
             f"device {str(device)!r} cannot be used here ({reason}): use cpu, or one there is"
         ) from error

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from phasewise.data import Corpus, batch
+from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
 from phasewise.record import replacing
 from phasewise.train.checkpoint import Checkpoint, load, save, saved
-from phasewise.train.interrupt import Interrupted
 from phasewise.train.optimizer import build_optimizer, learning_rate
 from phasewise.train.recipe import TrainRecipe
 
@@ -129,8 +129,8 @@ def _step(
     value, size = loss.item(), norm.item()
     if not (math.isfinite(value) and math.isfinite(size)):
         raise Diverged(
-            f"training diverged at step {step + 1}: loss {value}, gradient norm {size}; "
-            "the checkpoints before it are kept. Lower the learning rate or lengthen the warm-up"
+            f"training diverged at step {step + 1}: loss {value}, gradient norm {size}. "
+            "Lower the learning rate or lengthen the warm-up"
         )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -151,12 +151,17 @@ def _same_run(checkpoint: Checkpoint, recipe: TrainRecipe, corpus: Corpus, *, pa
 
 def _truncate(path: Path, steps: int) -> list[float]:
     """Cut the metrics back to the checkpointed step and give the losses that stay."""
-    lines = path.read_text().splitlines()[:steps] if path.exists() else []
+    remedy = f"restore it, or delete {path.parent} to train this model again"
+    try:
+        lines = path.read_text().splitlines()[:steps] if path.exists() else []
+        losses = [float(json.loads(line)["loss"]) for line in lines]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged (not every line is a step's metrics): {remedy}") from error
     if len(lines) < steps:
-        raise ValueError(f"{path} holds {len(lines)} of the checkpoint's {steps} steps: restore it")
+        raise ValueError(f"{path} holds {len(lines)} of the checkpoint's {steps} steps: {remedy}")
     with replacing(path) as unfinished:
         unfinished.write_text("".join(line + "\n" for line in lines))
-    return [json.loads(line)["loss"] for line in lines]
+    return losses
 
 
 def _get_random(device: torch.device) -> dict[str, torch.Tensor]:
