@@ -1,6 +1,7 @@
 """The command line: parsing only. What a command needs is imported when that command is given."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
@@ -29,6 +30,18 @@ marked partial."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0; 1 when its run failed; 2 for bad input; 130 when Ctrl-C stopped it."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has gone: what is still buffered goes nowhere, so that leaving is silent.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: phasewise COMMAND [OPTIONS]\n")
@@ -40,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _stop(f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", BAD_INPUT)
     try:
         return COMMANDS[name](rest)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         return _stop(_one_line(error), BAD_INPUT)
     except KeyboardInterrupt:
@@ -53,7 +68,8 @@ def compare(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from phasewise.interrupt import Interrupted
-    from phasewise.train.compare import compare, read_recipe
+    from phasewise.train.compare import compare
+    from phasewise.train.folder import Unwritten, read_begun
     from phasewise.train.loop import Diverged
     from phasewise.train.recipe import CompareRecipe
     from phasewise.train.report import table
@@ -75,7 +91,7 @@ def compare(arguments: Sequence[str]) -> int:
     early.add_argument("--out", type=Path)
     early.add_argument("--resume", action="store_true")
     known, _ = early.parse_known_args(arguments)
-    default = read_recipe(known.out) if known.resume and known.out else CompareRecipe()
+    default = read_begun(known.out).recipe if known.resume and known.out else CompareRecipe()
     parsed = make_dataclass("Compare", _fields(default), bases=(Options,), kw_only=True)
     options = tyro.cli(parsed, prog="phasewise compare", args=arguments, description=COMPARE)
     recipe = CompareRecipe(**{name: getattr(options, name) for name in CompareRecipe.model_fields})
@@ -95,6 +111,8 @@ def compare(arguments: Sequence[str]) -> int:
         return _stop(
             f"interrupted; {remedy}" if (options.out / "recipe.json").exists() else "interrupted", INTERRUPTED
         )
+    except Unwritten as error:
+        return _stop(f"{error}; {remedy}", FAILED)
     except Diverged as error:
         return _stop(str(error), FAILED)
     if options.as_json:
@@ -110,7 +128,7 @@ def profile(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.interrupt import interruptible
+    from phasewise.interrupt import Interrupted, interruptible
     from phasewise.lens.dependency import Shuffle
     from phasewise.lens.profile import ModelView, profile
     from phasewise.lens.profile_report import figures, summary, table
@@ -149,28 +167,31 @@ def profile(arguments: Sequence[str]) -> int:
     recipe = {
         name: value for name, value in vars(options).items() if name not in ("out", "as_json", "checkpoint")
     }
-    with interruptible() as stop:
-        found = profile(
-            options.data,
-            granularities=options.granularities,
-            split=options.split,
-            longest=options.longest,
-            shuffle=options.shuffle,
-            model=view,
-            seed=options.seed,
-            console=Console(stderr=True),
-            stop=stop,
-        )
-        write_report(
-            options.out,
-            kind="profile",
-            title="Dependency against distance",
-            values=found,
-            charts=figures(found),
-            recipe={**recipe, "checkpoint": view and view.checkpoint},
-            summary=summary(found),
-            partial=found.partial,
-        )
+    try:
+        with interruptible() as stop:
+            found = profile(
+                options.data,
+                granularities=options.granularities,
+                split=options.split,
+                longest=options.longest,
+                shuffle=options.shuffle,
+                model=view,
+                seed=options.seed,
+                console=Console(stderr=True),
+                stop=stop,
+            )
+            write_report(
+                options.out,
+                kind="profile",
+                title="Dependency against distance",
+                values=found,
+                charts=figures(found),
+                recipe={**recipe, "checkpoint": view and view.checkpoint},
+                summary=summary(found),
+                partial=found.partial,
+            )
+    except Interrupted as error:
+        return _stop(str(error), INTERRUPTED)
     if options.as_json:
         print((options.out / "report.json").read_text(), end="")
     else:
@@ -188,7 +209,7 @@ def inspect(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from phasewise.data import load
-    from phasewise.interrupt import interruptible
+    from phasewise.interrupt import Interrupted, interruptible
     from phasewise.lens.capture import open_checkpoint, tokenizer_of
     from phasewise.lens.inspect import Request, inspect
     from phasewise.lens.report import check_folder, write_json, write_report
@@ -241,21 +262,24 @@ def inspect(arguments: Sequence[str]) -> int:
     )
     tokenizer = options.tokenizer or tokenizer_of(options.checkpoint, options.data)
     corpus = load(options.data, tokenizer=tokenizer)
-    with interruptible() as stop:
-        found = inspect(reader, corpus, request, console=Console(stderr=True), stop=stop)
     recipe = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    if options.out is not None:
-        write_report(
-            options.out,
-            kind="inspect",
-            title=f"Frequencies of {options.checkpoint.resolve().name}",
-            values=found,
-            charts=figures(found),
-            recipe=recipe,
-            summary=summary(found),
-            partial=found.partial,
-            device=options.device,
-        )
+    try:
+        with interruptible() as stop:
+            found = inspect(reader, corpus, request, console=Console(stderr=True), stop=stop)
+            if options.out is not None:
+                write_report(
+                    options.out,
+                    kind="inspect",
+                    title=f"Frequencies of {options.checkpoint.resolve().name}",
+                    values=found,
+                    charts=figures(found),
+                    recipe=recipe,
+                    summary=summary(found),
+                    partial=found.partial,
+                    device=options.device,
+                )
+    except Interrupted as error:
+        return _stop(str(error), INTERRUPTED)
     if options.as_json:
         with TemporaryDirectory() as folder:
             path = Path(folder, "report.json")
@@ -286,6 +310,8 @@ def _fields(recipe: BaseModel) -> list[tuple[str, Any, Any]]:
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot read or write {error.filename} ({error.strerror}): choose another path"
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
     problems = []

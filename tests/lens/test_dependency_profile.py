@@ -12,6 +12,7 @@ from phasewise.encodings import RoPEConfig
 from phasewise.interrupt import interruptible
 from phasewise.lens import dependency as counting
 from phasewise.lens import profile as module
+from phasewise.lens import report
 from phasewise.lens.dependency import dependency
 from phasewise.lens.dilation import Dilation
 from phasewise.lens.profile import Profile, profile, read
@@ -289,6 +290,22 @@ def test_ctrl_c_before_anything_is_measured_writes_nothing(capsys, monkeypatch, 
     code, _, err = run(capsys, f"text:{words}", "--longest", 50, "--out", tmp_path / "report")
     assert (code, err) == (130, "phasewise: interrupted\n")
     assert not (tmp_path / "report").exists()
+
+
+def test_ctrl_c_while_the_report_is_drawn_leaves_it_whole(capsys, monkeypatch, tmp_path, words):
+    press_ctrl_c(monkeypatch, report, "draw", calls=[2])
+    code, _, err = run(capsys, f"text:{words}", "--longest", 50, "--out", tmp_path / "report")
+    assert (code, err) == (0, "")
+    assert len(list((tmp_path / "report").iterdir())) == 6
+
+
+def test_second_ctrl_c_while_the_report_is_drawn_keeps_the_values(capsys, monkeypatch, tmp_path, words):
+    press_ctrl_c(monkeypatch, report, "draw", calls=[1, 2])
+    out = tmp_path / "report"
+    code, _, err = run(capsys, f"text:{words}", "--longest", 50, "--out", out)
+    assert code == 130
+    assert f"every value is in {out / 'report.json'}" in err
+    assert Profile.model_validate(json.loads((out / "report.json").read_text())["values"]).partial is None
 
 
 def test_checkpoint_of_transformers_is_measured_like_one_of_ours(words, tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 from phasewise.cli import main
 from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
+from phasewise.lens import report
 from phasewise.lens.inspect import Inspection
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model import folder as own
@@ -102,6 +103,29 @@ def test_ctrl_c_keeps_what_was_read_marked_partial(tmp_path):
     assert values["partial"].startswith("interrupted after")
     assert 0 < values["tokens"] < 400_000
     assert "Partial result." in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("presses", "expected", "files"), [([2], 0, 10), ([1, 2], 130, 3)])
+def test_ctrl_c_while_the_report_is_drawn_keeps_the_values(
+    capsys, monkeypatch, tmp_path, presses, expected, files
+):
+    made = []
+
+    def pressed(*arguments):
+        made.append(arguments)
+        if len(made) in presses:
+            os.kill(os.getpid(), signal.SIGINT)
+        draw(*arguments)
+
+    draw = report.draw
+    monkeypatch.setattr(report, "draw", pressed)
+    out = tmp_path / "report"
+    code, _, err = run(capsys, save(tmp_path / "model"), *QUICK, "--out", out)
+    assert code == expected
+    assert ("every value is in" in err) == (expected == 130)
+    assert len(list(out.iterdir())) >= files
+    values = json.loads((out / "report.json").read_text())["values"]
+    assert Inspection.model_validate(values).partial is None
 
 
 INTERRUPTED = """

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel
 
+from phasewise.interrupt import Interrupted
 from phasewise.lens.charts import COLOURS, PALETTE, Axis, Chart, Figure, HeatMap, Line, Lines
 from phasewise.lens.draw import draw
 from phasewise.record import record, replacing
@@ -56,18 +57,26 @@ def write_report(
     partial: str | None = None,
     device: torch.device | str = "cpu",
 ) -> None:
-    """Write the report that the module describes; report.json comes last, so its presence means a whole one.
+    """Write the report that the module describes: report.json first, as only its values cannot be made again.
 
-    Raises ValueError for values that JSON cannot say, and where `check_folder` does for missing packages.
+    Raises ValueError for values that JSON cannot say, and where `check_folder` does for missing packages;
+    Interrupted for a KeyboardInterrupt once report.json is there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for figure in charts:
-        chart = next(iter(figure.views.values()))
-        for suffix in (".svg", ".png"):
-            draw(chart, figure.title, folder / f"figure-{figure.name}{suffix}")
-    with replacing(folder / "report.html") as unfinished:
-        unfinished.write_text(page(title, charts, summary=summary or {}, partial=partial), encoding="utf-8")
     write_json(folder / "report.json", kind=kind, values=values, recipe=recipe, device=device)
+    try:
+        with replacing(folder / "report.html") as unfinished:
+            shown = page(title, charts, summary=summary or {}, partial=partial)
+            unfinished.write_text(shown, encoding="utf-8")
+        for figure in charts:
+            chart = next(iter(figure.views.values()))
+            for suffix in (".svg", ".png"):
+                draw(chart, figure.title, folder / f"figure-{figure.name}{suffix}")
+    except KeyboardInterrupt as error:
+        raise Interrupted(
+            f"interrupted while the report was drawn; every value is in {folder / 'report.json'}, "
+            "and another --out measures and draws anew"
+        ) from error
 
 
 def write_json(
