@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import resource
 
 import pytest
 import torch
@@ -71,3 +72,16 @@ def test_failed_write_leaves_the_earlier_checkpoints_and_nothing_else(tmp_path, 
         save(tmp_path, checkpoint(3))
     assert sorted(tmp_path.iterdir()) == earlier
     assert load(earlier[1], device=CPU).step == 2
+
+
+@pytest.mark.parametrize("room", [10_000, 10_300])
+def test_full_disk_is_named_with_the_path_whatever_torch_makes_of_it(tmp_path, room):
+    earlier = [save(tmp_path, checkpoint(step)) for step in (1, 2)]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*checkpoint\.partial"):
+            save(tmp_path, checkpoint(3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(tmp_path.iterdir()) == earlier

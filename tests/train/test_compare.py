@@ -1,12 +1,19 @@
+import errno
 import json
 import math
+import os
 from contextlib import nullcontext
 
 import pytest
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
 
 from phasewise.interrupt import Interrupted
 from phasewise.train import compare as module
-from phasewise.train.compare import compare, read_recipe
+from phasewise.train import loop
+from phasewise.train.compare import compare
+from phasewise.train.folder import Unwritten, held, read_begun
 from phasewise.train.recipe import SCALINGS, CompareRecipe
 from phasewise.train.report import Comparison
 
@@ -109,7 +116,7 @@ def test_run_folder_holds_recipe_figures_metrics_and_checkpoints(whole):
         "figure.png",
         "runs",
     }
-    assert read_recipe(out) == tiny(seeds=(0, 1), dropout=0.1)
+    assert read_begun(out).recipe == tiny(seeds=(0, 1), dropout=0.1)
     assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "pope" in (out / "figure.svg").read_text()
     for name in ("rope", "pope", "tapa", "nope", "alibi"):
@@ -151,25 +158,26 @@ def test_resuming_nothing_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"recipe": {"colour": 1}}'])
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"recipe": {}}', '{"recipe": {"colour": 1}}'])
 def test_recipe_that_cannot_be_read_is_refused(tmp_path, content):
     (tmp_path / "recipe.json").write_text(content)
-    with pytest.raises(ValueError, match=r"recipe.json is not a recipe of compare: choose another folder"):
+    said = rf"recipe.json is not a recipe of compare: choose another folder, or delete {tmp_path} to start"
+    with pytest.raises(ValueError, match=said):
         compare(tiny(), tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("held", ["file", "folder"])
-def test_place_that_holds_something_is_refused_and_left_alone(tmp_path, held):
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_place_that_holds_something_is_refused_and_left_alone(tmp_path, place):
     out = tmp_path / "run"
-    if held == "file":
+    if place == "file":
         out.write_text("mine")
     else:
         out.mkdir()
         (out / "mine").write_text("mine")
     with pytest.raises(ValueError, match="already exists: choose another folder"):
         compare(tiny(), out)
-    assert (out if held == "file" else out / "mine").read_text() == "mine"
-    assert len(list(tmp_path.rglob("*"))) == (1 if held == "file" else 2)
+    assert (out if place == "file" else out / "mine").read_text() == "mine"
+    assert len(list(tmp_path.rglob("*"))) == (1 if place == "file" else 2)
 
 
 def test_changed_corpus_is_refused_on_resume(tmp_path, monkeypatch):
@@ -221,3 +229,139 @@ def test_bits_and_perplexity_belong_to_the_loss(whole):
             for measured in run.measurements:
                 assert measured.bits == pytest.approx(measured.loss / math.log(2))
                 assert measured.perplexity == pytest.approx(math.exp(measured.loss))
+
+
+def begun(out, monkeypatch, count=1, **changes):
+    """A run of one encoding stopped after a while."""
+    stop_after(monkeypatch, count)
+    with pytest.raises(Interrupted):
+        compare(tiny(encodings=("nope",), **changes), out, figure=False)
+    monkeypatch.undo()
+    return tiny(encodings=("nope",), **changes)
+
+
+def test_folder_another_process_works_on_is_refused_at_once(tmp_path, monkeypatch):
+    recipe = begun(tmp_path / "run", monkeypatch)
+    with (
+        held(tmp_path / "run"),
+        pytest.raises(ValueError, match=f"another process is working on {tmp_path / 'run'}: wait until"),
+    ):
+        compare(recipe, tmp_path / "run", resume=True, figure=False)
+    compare(recipe, tmp_path / "run", resume=True, figure=False)
+
+
+def test_run_is_held_from_its_first_step_to_its_report(tmp_path, monkeypatch):
+    out, refused = tmp_path / "run", []
+
+    def try_to_resume(*arguments, **options):
+        with pytest.raises(ValueError, match="another process is working on"):
+            compare(recipe, out, resume=True, figure=False)
+        refused.append(arguments[0].name)
+        return write(*arguments, **options)
+
+    recipe, write = tiny(encodings=("nope",)), module.record
+    monkeypatch.setattr(module, "record", try_to_resume)
+    compare(recipe, out, figure=False)
+    assert refused == ["report.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["recipe.json", "report.json", "runs"]
+
+
+def test_of_two_fresh_starts_at_once_one_is_refused(tmp_path, monkeypatch):
+    out, recipe = tmp_path / "run", tiny(encodings=("nope",))
+    prepare = module._prepare
+
+    def other_is_quicker(*arguments):
+        monkeypatch.setattr(module, "_prepare", prepare)
+        compare(recipe, out, figure=False)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(module, "_prepare", other_is_quicker)
+    with pytest.raises(ValueError, match="already exists: choose another folder, or --resume"):
+        compare(recipe, out, figure=False)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '[{"encoding": "nope"}]', "\udcff"])
+@pytest.mark.parametrize("name", ["evaluation.json", "report.json"])
+def test_damaged_result_is_named_and_deleting_it_has_it_made_again(tmp_path, name, content):
+    out, recipe = tmp_path / "run", tiny(encodings=("nope",))
+    whole = compare(recipe, out, figure=False)
+    path = out / name if name == "report.json" else out / "runs" / "nope-seed0" / name
+    (out / "report.json").unlink()
+    path.write_text(content, errors="surrogateescape")
+    with pytest.raises(ValueError, match=rf"{path} is not .*: delete it to have it m"):
+        compare(recipe, out, resume=True, figure=False)
+    path.unlink()
+    assert values(compare(recipe, out, resume=True, figure=False)) == values(whole)
+
+
+def test_report_without_rows_is_refused(tmp_path):
+    out, recipe = tmp_path / "run", tiny(encodings=("nope",))
+    compare(recipe, out, figure=False)
+    (out / "report.json").write_text('{"values": {}}')
+    with pytest.raises(ValueError, match=r"report\.json is not a report of compare: delete it"):
+        compare(recipe, out, resume=True, figure=False)
+
+
+def test_report_says_the_threads_that_trained(tmp_path):
+    compare(tiny(encodings=("nope",), threads=3), tmp_path / "run", figure=False)
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["device"].endswith("3 torch threads")
+
+
+def test_figure_left_out_at_first_is_drawn_on_resume(tmp_path):
+    out, recipe = tmp_path / "run", tiny(encodings=("nope",))
+    comparison = compare(recipe, out, figure=False)
+    report = (out / "report.json").read_bytes()
+    assert compare(recipe, out, resume=True) == comparison
+    assert (out / "figure.svg").exists()
+    assert (out / "figure.png").exists()
+    assert (out / "report.json").read_bytes() == report
+
+
+@pytest.mark.parametrize("written", ["checkpoint", "model", "metrics", "evaluation", "report"])
+def test_full_disk_ends_the_run_and_resume_goes_on(whole, tmp_path, monkeypatch, written):
+    out, recipe = tmp_path / "run", tiny(seeds=(0, 1), dropout=0.1)
+    fail_to_write(monkeypatch, written)
+    with pytest.raises(Unwritten, match=rf"{out} cannot be written to \(.*No space left"):
+        compare(recipe, out, figure=False)
+    monkeypatch.undo()
+    assert values(compare(recipe, out, resume=True, figure=False)) == values(whole[0])
+
+
+def fail_to_write(monkeypatch, what):
+    def no_space(*_arguments, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if what == "checkpoint":
+        monkeypatch.setattr(torch, "save", no_space)
+    elif what == "metrics":
+        monkeypatch.setattr(loop, "_step", no_space)
+    elif what == "report":
+        monkeypatch.setattr(module, "record", no_space)
+    elif what == "evaluation":
+        monkeypatch.setattr(module, "replacing", no_space)
+    else:
+
+        def no_space_for_tensors(*_arguments, **_options):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setattr(safetensors.torch, "save_file", no_space_for_tensors)
+
+
+def test_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ValueError, match=r"file/run cannot be written \(Not a directory\): choose another --out"
+    ):
+        compare(tiny(), tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("meta", "device 'meta' cannot be used here"), ("mps", "'MPS' backend): use cpu, or one there is")],
+)
+def test_device_that_computes_nothing_here_is_refused_in_one_sentence(tmp_path, device, said):
+    with pytest.raises(ValueError, match="cannot be used here") as refused:
+        compare(tiny(), tmp_path / "run", device=device)
+    assert said in str(refused.value)
+    assert len(str(refused.value)) < 250
+    assert not (tmp_path / "run").exists()

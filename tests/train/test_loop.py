@@ -143,3 +143,27 @@ def test_metrics_shorter_than_the_checkpoint_are_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds 0 of the checkpoint's 3 steps"):
         run(tmp_path, recipe())
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "garbage", '{"loss": null}', "3", "\udcff"])
+def test_damaged_metrics_are_named_and_deleting_the_folder_trains_again(tmp_path, line):
+    run(tmp_path, recipe())
+    text = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join([line, *text[1:]]), errors="surrogateescape")
+    with pytest.raises(ValueError, match=rf"metrics.jsonl is damaged .* or delete {tmp_path} to train this"):
+        run(tmp_path, recipe())
+
+
+def test_missing_metrics_are_named_and_deleting_the_folder_trains_again(tmp_path):
+    run(tmp_path, recipe())
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(
+        ValueError, match=rf"holds 0 of the checkpoint's 8 steps: restore it, or delete {tmp_path}"
+    ):
+        run(tmp_path, recipe())
+
+
+def test_divergence_at_the_first_step_speaks_of_no_checkpoint(tmp_path):
+    with pytest.raises(Diverged) as diverged:
+        run(tmp_path, recipe(learning_rate=1e30, final_learning_rate=0, warmup=0))
+    assert "checkpoint" not in str(diverged.value)

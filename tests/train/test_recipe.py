@@ -53,6 +53,8 @@ def test_a_decayed_weight_without_gradient_shrinks_by_rate_times_decay_and_a_pha
         ({"encodings": ("rope", "fire")}, "unknown encoding 'fire'; choose from " + ", ".join(ENCODINGS)),
         ({"encodings": ("rope", "rope")}, "'rope' is given twice"),
         ({"encodings": ()}, "at least 1 item"),
+        ({"seeds": ()}, "at least 1 item"),
+        ({"heads": 3}, "width 64 does not divide into 3 heads: choose another number of heads or another"),
         ({"scalings": ("pi",)}, "unknown scaling 'pi'; choose from linear, ntk, yarn"),
         ({"seeds": (3, 3)}, "3 is given twice"),
         ({"evaluate_lengths": (1,)}, "greater than or equal to 2"),
@@ -96,3 +98,23 @@ def test_trainings_of_a_comparison_differ_in_encoding_and_seed_alone():
         vocab_size=9, width=32, layers=1, heads=2, dropout=0.1, encoding=named("rope")
     )
     assert one.model_copy(update={"model": other.model, "seed": 1}) == other
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["batch_size", "context", "steps", "warmup", "checkpoint_every", "threads"]
+    + ["width", "layers", "heads", "evaluate_tokens", "evaluate_stride", "evaluate_lengths", "seeds"],
+)
+def test_every_number_has_an_upper_bound(name):
+    value = 10**23
+    with pytest.raises(ValidationError) as refused:
+        CompareRecipe(**{name: (value,) if name in ("evaluate_lengths", "seeds") else value})
+    assert [problem["type"] in ("less_than", "less_than_equal") for problem in refused.value.errors()] == [
+        True
+    ]
+
+
+def test_negative_seed_is_one_problem():
+    with pytest.raises(ValidationError) as refused:
+        CompareRecipe(seeds=(-1,))
+    assert [problem["loc"] for problem in refused.value.errors()] == [("seeds", 0)]

@@ -35,7 +35,10 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint and keep the one before it; an error leaves the earlier ones as they were."""
+    """Write a checkpoint and keep the one before it.
+
+    Raises OSError, with the path, when it cannot be written; the earlier ones are then as they were.
+    """
     earlier = saved(folder)
     temporary = folder / "checkpoint.partial"
     try:
@@ -45,6 +48,12 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             os.fsync(file.fileno())
         path = folder / f"checkpoint-{checkpoint.step:08d}-{_digest(temporary)}.pt"
         os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        # torch answers an error of the file with one of its own, which says nothing of the disk.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(temporary)) from error
     finally:
         temporary.unlink(missing_ok=True)
     for old in earlier[:-1]:

@@ -7,8 +7,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
-    PositiveInt,
     field_validator,
     model_validator,
 )
@@ -19,6 +17,7 @@ from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
 from phasewise.model import ModelConfig
 
 Value = TypeVar("Value")
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 MULTIPLES = (1, 2, 4, 8)
 SCALINGS: dict[str, Callable[[float, int, float], AnyFrequencies]] = {
     "linear": lambda base, _trained, factor: Linear(base=base, factor=factor),
@@ -35,17 +34,17 @@ class Budget(BaseModel):
     data: str = Field(default="austen", description=f"Corpus: {' | '.join(NAMES)}.")
     tokenizer: str = "bytes"
     """For text: bytes | bpe:SIZE (trained on the corpus) | the path of a tokenizer.json."""
-    context: int = Field(default=128, ge=2)
+    context: int = Field(default=128, ge=2, le=2**20)
     """Trained length in tokens."""
-    batch_size: PositiveInt = 16
+    batch_size: int = Field(default=16, ge=1, le=2**16)
     """Sequences in a training step."""
-    steps: PositiveInt = 450
+    steps: int = Field(default=450, ge=1, le=10**9)
     """Training steps."""
     learning_rate: float = Field(default=5e-3, gt=0)
     """Highest learning rate, reached at the end of the warm-up."""
     final_learning_rate: float = Field(default=5e-4, ge=0)
     """Learning rate at the last step, the end of a half cosine."""
-    warmup: NonNegativeInt = 50
+    warmup: int = Field(default=50, ge=0, le=10**9)
     """Steps over which the learning rate rises linearly."""
     weight_decay: float = Field(default=0.1, ge=0)
     """AdamW's decoupled decay, on matrices only."""
@@ -53,9 +52,9 @@ class Budget(BaseModel):
     """AdamW's second-moment memory (the first is 0.9)."""
     clip: float = Field(default=1.0, gt=0)
     """Largest gradient norm."""
-    checkpoint_every: PositiveInt = 100
+    checkpoint_every: int = Field(default=100, ge=1, le=10**9)
     """Steps between checkpoints; the last step is always kept."""
-    threads: PositiveInt = 1
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads; another count changes the last digits of the losses."""
 
     @model_validator(mode="after")
@@ -87,31 +86,31 @@ class TrainRecipe(Budget):
     """
 
     model: ModelConfig
-    seed: NonNegativeInt
+    seed: Seed
 
 
 class CompareRecipe(Budget):
     """Train several encodings on one corpus under one budget and evaluate each beyond the trained length."""
 
-    encodings: Annotated[tuple[str, ...], Field(min_length=1)] = ("rope", "pope", "tapa", "nope", "alibi")
+    encodings: tuple[str, ...] = ("rope", "pope", "tapa", "nope", "alibi")
     """Encodings to train, of these."""
     scalings: tuple[str, ...] = tuple(SCALINGS)
     """Rules that RoPE is also evaluated with, applied after training; none: --scalings alone."""
-    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (0,)
+    seeds: tuple[Seed, ...] = (0,)
     """Seeds; each encoding is trained once from each."""
-    width: PositiveInt = 64
+    width: int = Field(default=64, ge=1, le=2**14)
     """Width of the model."""
-    layers: PositiveInt = 2
+    layers: int = Field(default=2, ge=1, le=256)
     """Layers of the model."""
-    heads: PositiveInt = 2
+    heads: int = Field(default=2, ge=1, le=2**10)
     """Attention heads of the model."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout in training."""
-    evaluate_lengths: tuple[Annotated[int, Field(ge=2)], ...] = ()
+    evaluate_lengths: tuple[Annotated[int, Field(ge=2, le=10**12)], ...] = ()
     """Lengths to evaluate at; none given: 1, 2, 4 and 8 times the context (a task: the context)."""
-    evaluate_tokens: PositiveInt = 16384
+    evaluate_tokens: int = Field(default=16384, ge=1, le=10**12)
     """Tokens to score at each length, the same ones at all."""
-    evaluate_stride: PositiveInt | None = None
+    evaluate_stride: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """Tokens between evaluation windows; none given: half of each length."""
 
     @field_validator("encodings")
@@ -133,6 +132,22 @@ class CompareRecipe(Budget):
     @classmethod
     def _given_once(cls, values: tuple[int, ...]) -> tuple[int, ...]:
         return _distinct(values)
+
+    @field_validator("encodings", "seeds")
+    @classmethod
+    def _one_at_least(cls, values: tuple[Value, ...]) -> tuple[Value, ...]:
+        if not values:
+            raise ValueError("give at least 1 item")
+        return values
+
+    @model_validator(mode="after")
+    def _whole_heads(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(
+                f"width {self.width} does not divide into {self.heads} heads: "
+                "choose another number of heads or another width"
+            )
+        return self
 
     def training(self, encoding: str, seed: int, *, vocab_size: int) -> TrainRecipe:
         """The recipe of one of the trainings."""

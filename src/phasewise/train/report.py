@@ -3,9 +3,9 @@
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
 from phasewise.evaluate import Measurement
@@ -35,7 +35,7 @@ class Run(BaseModel):
     """Mean training loss of the last tenth of the steps."""
     train_seconds: float
     evaluate_seconds: float
-    measurements: tuple[Measurement, ...]
+    measurements: Annotated[tuple[Measurement, ...], Field(min_length=1)]
 
 
 class Row(BaseModel):
@@ -45,7 +45,7 @@ class Row(BaseModel):
 
     encoding: str
     scaling: str | None
-    runs: tuple[Run, ...]
+    runs: Annotated[tuple[Run, ...], Field(min_length=1)]
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class Comparison(BaseModel):
     """Whether the corpus is a task, whose accuracy is then what is compared."""
     seconds: float
     """Training and evaluation of everything, over all sittings."""
-    rows: tuple[Row, ...]
+    rows: Annotated[tuple[Row, ...], Field(min_length=1)]
 
     @property
     def quantity(self) -> str:
@@ -110,6 +110,14 @@ class Comparison(BaseModel):
         return tuple(scores)
 
 
+class Report(BaseModel):
+    """What report.json holds of a comparison, beside what `phasewise.record` adds."""
+
+    model_config = ConfigDict(frozen=True)
+
+    values: Comparison
+
+
 def table(comparison: Comparison) -> Table:
     """The comparison as a rich table: a column a length; of several seeds, the mean and each."""
     first = comparison.rows[0].runs[0].measurements
@@ -121,7 +129,7 @@ def table(comparison: Comparison) -> Table:
         f"{comparison.trained_tokens:,} tokens of training at length {comparison.context}"
     )
     shown = Table(caption=caption, caption_justify="left")
-    shown.add_column("encoding")
+    shown.add_column("encoding", no_wrap=True)
     shown.add_column("parameters", justify="right")
     for measured in first:
         shown.add_column(f"{measured.length}\n{measured.length / comparison.context:g}x", justify="right")

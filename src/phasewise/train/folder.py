@@ -1,0 +1,100 @@
+"""A run folder: begun once, held by one process at a time, and read back with a remedy for what is damaged."""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from phasewise.train.recipe import CompareRecipe
+
+Value = TypeVar("Value")
+RECIPE, REPORT, EVALUATION = "recipe.json", "report.json", "evaluation.json"
+
+
+class Begun(BaseModel):
+    """What a run was begun with: the content of recipe.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: CompareRecipe
+    corpus_sha256: str
+
+
+class Unwritten(Exception):
+    """A run stopped because something could not be written; everything before it is on the disk."""
+
+
+def read_begun(out: Path) -> Begun:
+    """What the run in `out` was begun with; ValueError when there is none, or one that cannot be read."""
+    if not (out / RECIPE).exists():
+        raise ValueError(f"{out} holds no run to resume: leave out --resume to start one there")
+    remedy = f"choose another folder, or delete {out} to start again"
+    return read(out / RECIPE, TypeAdapter(Begun), "a recipe of compare", remedy)
+
+
+def read(path: Path, kind: TypeAdapter[Value], name: str, remedy: str) -> Value:
+    """What a JSON file holds; ValueError, with the remedy, when that is not of the kind of that name."""
+    try:
+        return kind.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} is not {name}: {remedy}") from error
+
+
+def require_free(out: Path) -> None:
+    """Raise ValueError for a place where no run folder can be made."""
+    with _writable(out):
+        free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not free:
+        raise _occupied(out)
+
+
+@contextmanager
+def begin(out: Path, begun: Begun) -> Iterator[None]:
+    """Make the run folder and its recipe.json, and hold it; ValueError when another process was quicker."""
+    with _writable(out):
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            file = (out / RECIPE).open("x")
+        except FileExistsError as error:
+            raise _occupied(out) from error
+    with file:
+        with _writable(out):
+            _lock(file, out)
+            (out / RECIPE).write_text(begun.model_dump_json(indent=2) + "\n")
+        yield
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Hold a run folder that was begun; ValueError when another process does."""
+    with _writable(out):
+        file = (out / RECIPE).open("r+")
+    with file:
+        with _writable(out):
+            _lock(file, out)
+        yield
+
+
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
+
+
+def _lock(file: IO[str], out: Path) -> None:
+    """Lock recipe.json until it is closed; the system does that for a process that dies."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"another process is working on {out}: wait until it ends, or choose another --out"
+        ) from error
+
+
+def _occupied(out: Path) -> ValueError:
+    return ValueError(f"{out} already exists: choose another folder, or --resume if it holds this run")
