@@ -62,6 +62,11 @@ def test_several_seeds_are_shown_as_mean_and_one_by_one(capsys, tmp_path):
         (["compare", "--steps", "5"], "warmup 50 leaves nothing of steps 5: choose a smaller one"),
         (["compare", "--heads", "7"], "7 heads"),
         (["compare", "--device", "toaster"], "device 'toaster' cannot be used here"),
+        (["compare", "--device", "meta"], "device 'meta' cannot be used here"),
+        (["compare", "--seeds", "-1"], "--seeds: Input should be greater than or equal to 0, but is -1\n"),
+        (["compare", "--layers", "1000000"], "--layers: Input should be less than or equal to 256"),
+        (["compare", "--width", "2000000000"], "--width: Input should be less than or equal to 16384"),
+        (["compare", "--threads", "100000000000"], "--threads: Input should be less than or equal to 1024"),
         (["compare", "--resume"], "holds no run to resume"),
         (["comprae"], "unknown command 'comprae'; choose from compare"),
     ],
@@ -164,3 +169,33 @@ def test_ctrl_c_keeps_what_is_done_and_resume_ends_as_if_never_interrupted(capsy
 def losses(text):
     rows = Comparison.model_validate(json.loads(text)["values"]).rows
     return [(row.name, run.train_loss, run.measurements) for row in rows for run in row.runs]
+
+
+def test_full_disk_is_one_line_with_the_way_on_and_exit_code_1(capsys, tmp_path, monkeypatch):
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    code, out, err = run(capsys, "compare", "--out", tmp_path / "run", *OPTIONS, "--no-figure")
+    assert (code, out) == (1, "")
+    said = err.splitlines()[-1]
+    assert said.startswith(f"phasewise: {tmp_path / 'run'} cannot be written to (")
+    assert "No space left" in said
+    assert said.endswith(f"go on with: phasewise compare --out {tmp_path / 'run'} --resume")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["compare", "--help"]])
+def test_reader_that_goes_away_is_no_traceback(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "phasewise", *arguments]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_names_are_whole_in_a_narrow_terminal(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = run(capsys, "compare", "--out", tmp_path / "run", *OPTIONS, "--no-figure")
+    assert code == 0
+    assert "rope + yarn" in out

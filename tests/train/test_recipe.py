@@ -102,8 +102,10 @@ def test_trainings_of_a_comparison_differ_in_encoding_and_seed_alone():
 
 @pytest.mark.parametrize(
     "name",
-    ["batch_size", "context", "steps", "warmup", "checkpoint_every", "threads"]
-    + ["width", "layers", "heads", "evaluate_tokens", "evaluate_stride", "evaluate_lengths", "seeds"],
+    [
+        *("batch_size", "context", "steps", "warmup", "checkpoint_every", "threads"),
+        *("width", "layers", "heads", "evaluate_tokens", "evaluate_stride", "evaluate_lengths", "seeds"),
+    ],
 )
 def test_every_number_has_an_upper_bound(name):
     value = 10**23
