@@ -57,7 +57,12 @@ def test_an_empty_call_gives_an_empty_output(impl, batch, length):
         (lambda: Positions.packed([1.5]), "document lengths must be whole numbers"),
         (lambda: Positions.packed([-1]), "document lengths must be whole numbers"),
         (lambda: Positions.grid([-1, 2]), "shape must be whole numbers"),
-        (lambda: Positions.grid([]), "shape is empty"),
+        (lambda: Positions.grid([5]), "size of each axis"),
+        (
+            lambda: Positions(torch.zeros(1, 3, 1, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64)),
+            "index\\[..., 0\\]",
+        ),
+        (lambda: Positions.cat(Positions.arange(2), Positions.grid([1, 2])), "do not join"),
         (lambda: Positions.arange(3).narrow(2, 2), "places 2 to 4"),
         (lambda: Positions.arange(3).expand(2).expand(3), "give 1 row or 3"),
         (lambda: Positions.padded(torch.ones(3)), r"\[B, T\]"),

@@ -92,6 +92,7 @@ def runs(case, impl):
 
 
 PAIRS = [(case, impl) for case in CASES for impl in ("reference", "sdpa") if runs(case, impl)]
+NOT_THROUGH_SDPA = {"tapa", "tapa-linear", "rope-dynamic_ntk", "rope-dynamic_yarn", "pope-dynamic"}
 FIXED = [(case, impl) for case, impl in PAIRS if not any(word in case for word in ("dynamic", "longrope"))]
 COMPILED = [(case, impl) for case, impl in PAIRS if "dynamic" not in case]  # those read places on the host
 both = pytest.mark.parametrize(("case", "impl"), PAIRS)
@@ -116,6 +117,11 @@ def close(actual, expected):
 def test_the_table_holds_every_encoding():
     assert set(ENCODINGS) == {"nope", "rope", "pope", "tapa", "alibi"}
     assert {CASES[case]().kind for case in CASES} == set(ENCODINGS)
+
+
+def test_every_case_runs_through_every_implementation_that_can_serve_it():
+    assert {case for case, impl in PAIRS if impl == "reference"} == set(CASES)
+    assert {case for case, impl in PAIRS if impl == "sdpa"} == set(CASES) - NOT_THROUGH_SDPA
 
 
 @both
@@ -332,6 +338,38 @@ def test_config_survives_json_and_state_dict_survives_meta(case):
     assert not any("freq" in name or "rate" in name for name in encoding.state_dict())
 
 
+@pytest.mark.parametrize("case", ["rope-dynamic_ntk", "pope-dynamic"])
+def test_dynamic_rules_keep_scores_for_the_backward_pass_but_no_turned_keys(case):
+    length = 64
+    q, k, v = (x.requires_grad_() for x in inputs(length, batch=1))
+    encoding = make(case)
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        attention(q, k, v, encoding, impl="reference")
+    assert sum(x.numel() for x in kept.values()) < 8 * HEADS * length**2
+
+
+def test_a_mask_above_the_limit_is_not_made():
+    q = torch.empty(1, 1, 20_000, 8, device="meta")
+    at = Positions.arange(20_000, device="meta")
+    with pytest.raises(ValueError, match="mask would have 400000000 elements"):
+        choose(q, q, q, NoPE(), q_at=at, k_at=at, impl="sdpa")
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_phases_saved_in_half_precision_are_loaded_as_float32(assign):
+    encoding = PoPE(num_heads=HEADS, head_dim=WIDTH, phase_init="uniform")
+    halves = {name: value.bfloat16() for name, value in encoding.state_dict().items()}
+    encoding.load_state_dict(halves, assign=assign)
+    assert encoding.phase.dtype == torch.float32
+    assert torch.equal(encoding.phase, halves["phase"].float())
+
+
 @each
 def test_casting_the_module_leaves_positions_alone(case):
     q, k, v = inputs(5, dtype=torch.float32)
@@ -353,13 +391,24 @@ def test_a_half_precision_call_leaves_later_calls_exact(case):
     assert torch.equal(attention(q, k, v, encoding), before)
 
 
-@each
-def test_autocast_leaves_scores_alone(case):
+@both
+def test_autocast_leaves_attention_alone(case, impl):
     q, k, v = inputs(5, dtype=torch.float32)
     encoding = make(case).float()
-    expected = attention(q, k, v, encoding, impl="reference")
+    expected = attention(q, k, v, encoding, impl=impl)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(attention(q, k, v, encoding, impl="reference"), expected)
+        assert torch.equal(attention(q, k, v, encoding, impl=impl), expected)
+
+
+@each
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+def test_a_scale_that_is_not_positive_is_computed_too(case, scale, causal):
+    q, k, v = inputs(5)
+    encoding = make(case)
+    out = attention(q, k, v, encoding, scale=scale, causal=causal)
+    assert out.isfinite().all()
+    close(out, attention(q, k, v, encoding, scale=scale, causal=causal, impl="reference"))
 
 
 @both

@@ -287,7 +287,7 @@ NESTED = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_typ
         (flat(rope_type="linear", rope_theta=1e4), "Linear is missing factor"),
         (flat(rope_type="linear", rope_theta=1e4, factor=0.5), "factor is 0.5"),
         (flat(rope_theta=1e4, partial_rotary_factor=1.5), "less than or equal to 1"),
-        (config(factor=8.0), "factor is 8.0, but .* 131072 / 32768 = 4; correct one"),
+        (config(factor=2.0), "factor is 2.0, but .* 131072 / 32768 = 4; correct one"),
         (config(original_max_position_embeddings=None), "yarn needs original_max_position_embeddings"),
         ({**config(), "original_max_position_embeddings": 4096}, "original length is given twice"),
         (
@@ -387,3 +387,13 @@ def test_what_is_no_rule_is_not_written(settings):
 def test_the_head_width_of_a_gpt_j_config_is_read():
     config = {"rope_theta": 1e4, "n_embd": 64, "n_head": 4, "rotary_dim": 8}
     assert from_hf(config).fraction == 0.5
+
+
+def test_a_yarn_factor_beyond_max_position_embeddings_is_taken_as_given():
+    """Qwen3's published YaRN setting: 40960 positions, of which 32768 are the original length, times 4."""
+    written = {
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    }
+    assert from_hf(written).frequencies == YaRN(base=1e6, factor=4.0, original_length=32768)

@@ -199,12 +199,14 @@ def _sdpa_obstacle(call: Call, return_lse: bool) -> str | None:
     encoding, length, keys = call.encoding, call.q.shape[2], call.k.shape[2]
     if return_lse:
         return "it does not return the log-sum-exp"
+    if call.scale is not None and call.scale <= 0:
+        return f"torch's causal kernel takes a positive scale, not {call.scale}"
     rows = max(call.q_at.batch, call.k_at.batch)
     if isinstance(encoding, ALiBi):
         if call.q.dtype in (torch.float16, torch.bfloat16):
             return f"a bias in {call.q.dtype} would round ALiBi's distances"
         elements = rows * encoding.num_heads * length * keys
-    elif not encoding.separable(length):
+    elif not encoding.separable:
         return f"{encoding.kind}'s scores with these settings do not separate into a query's and a key's part"
     else:
         elements = rows * length * keys if _needs_mask(call) else 0
@@ -246,7 +248,8 @@ def _sdpa(call: Call) -> Tensor:
         flags["is_causal"] = True
     if q.shape[1] != k.shape[1]:
         flags["enable_gqa"] = True
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **flags)[..., :width]
+    with torch.autocast(q.device.type, enabled=False):  # which would round a bias and change v's dtype
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **flags)[..., :width]
     return out if empty is None else torch.where(empty, 0.0, out)
 
 

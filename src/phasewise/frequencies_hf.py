@@ -90,7 +90,7 @@ def from_hf(config: Any) -> RopeSettings | NestedSettings:
     Raises ValueError naming what is wrong: no rope_theta (never 10 000 by default), a quantity given twice
     with different values, unknown keys and rule names (multi-axis "mrope" and "axial" are not read), no
     original length, a yarn or longrope `factor` that contradicts max_position_embeddings / original length.
-    That ratio may be 1 (a config not yet extended) or the factor; without a factor it is the factor.
+    That ratio may be anything from 1 (a config not yet extended) to the factor; without a factor it is the factor.
 
     >>> from_hf({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}).frequencies
     Linear(kind='linear', base=10000.0, factor=2.0)
@@ -356,7 +356,7 @@ def _factor(name: str, given: dict[str, Any], config: Mapping[str, Any], origina
         if name == "yarn" and ratio == 1:
             raise ValueError(f"yarn has no factor and both lengths are {original}; give wanted / original")
         return ratio
-    if ratio not in (1, factor):
+    if not 1 <= ratio <= factor:
         raise ValueError(
             f"factor is {factor}, but max_position_embeddings / original_max_position_embeddings = "
             f"{longest} / {original} = {ratio:g}; correct one, or leave max_position_embeddings at {original}"

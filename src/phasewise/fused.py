@@ -59,6 +59,8 @@ class Call:
 def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
     """Why the fused kernel `body` cannot compute a call on `hardware`, and what could; None when it can."""
     encoding, q, v = call.encoding, call.q, call.v
+    if type(encoding) not in _ROUTES:
+        return f"there is no fused kernel for {type(encoding).__name__}"
     if call.q_at.axes > 1 and call.causal:
         return f"the fused kernels order one axis, and the positions are on {call.q_at.axes}"
     if call.scale is not None and call.scale <= 0:
@@ -73,7 +75,7 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
             qk_width=q.shape[-1],
             v_width=v.shape[-1],
         )
-    if not isinstance(encoding, ALiBi) and not encoding.separable(q.shape[2]):
+    if not isinstance(encoding, ALiBi) and not encoding.separable:
         return f"the rates of {encoding.kind} change with every query's length"
     return separable.unsupported(
         body,

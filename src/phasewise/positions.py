@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 PADDING = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Positions:
     """The places of a batch of tokens: an integer position and the segment (document) it belongs to.
 
@@ -45,6 +46,8 @@ class Positions:
                 f"index must be [B, T] or [B, T, axes], but has shape {tuple(self.index.shape)}; "
                 "add a batch dimension with index[None]"
             )
+        if self.index.ndim == 3 and self.index.shape[2] == 1:
+            raise ValueError("index of one axis is [B, T], but has shape [B, T, 1]; use index[..., 0]")
         if self.segment.shape != self.index.shape[:2]:
             raise ValueError(
                 f"segment must have the shape {tuple(self.index.shape[:2])} of the places, "
@@ -92,14 +95,14 @@ class Positions:
 
     @classmethod
     def grid(cls, shape: Sequence[int], *, device: torch.device | str | None = None) -> Positions:
-        """Every cell of a grid in raster order (last axis fastest): index [1, prod(shape), A].
+        """Every cell of a grid in raster order (last axis fastest): index [1, prod(shape), A]; A above 1.
 
         >>> Positions.grid([2, 2]).index.tolist()
         [[[0, 0], [0, 1], [1, 0], [1, 1]]]
         """
         _check_counts("shape", shape)
-        if len(shape) == 0:
-            raise ValueError("shape is empty; give the size of each axis, as (rows, columns)")
+        if len(shape) < 2:
+            raise ValueError(f"shape is {list(shape)}; give the size of each axis, as (rows, columns)")
         axes = torch.meshgrid(*(torch.arange(size, device=device) for size in shape), indexing="ij")
         index = torch.stack(axes, dim=-1).reshape(1, prod(shape), len(shape))
         return cls(index, torch.zeros(index.shape[:2], dtype=torch.int64, device=device))
@@ -127,6 +130,8 @@ class Positions:
     @classmethod
     def cat(cls, first: Positions, second: Positions) -> Positions:
         """The places of `first` followed by those of `second`, row by row."""
+        if first.axes != second.axes:
+            raise ValueError(f"places on {first.axes} and on {second.axes} axes do not join")
         rows = max(first.batch, second.batch)
         first, second = first.expand(rows), second.expand(rows)
         return cls(
@@ -191,12 +196,18 @@ def visible(q_at: Positions, k_at: Positions, *, causal: bool = True, window: in
     if causal:
         mask = mask & _not_after(q_at.index, k_at.index)
     if window is not None:
-        mask = mask & ((q_at.index[:, :, None] - k_at.index[:, None, :]).abs() < window)
+        query, key = q_at.index[:, :, None], k_at.index[:, None, :]
+        mask = mask & (key > query - window) & (key < query + window)
     return mask
 
 
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number: an int or numpy integer, no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _check_counts(name: str, counts: Sequence[int]) -> None:
-    if any(not isinstance(count, int) or count < 0 for count in counts):
+    if not all(is_whole(count) and count >= 0 for count in counts):
         raise ValueError(f"{name} must be whole numbers from 0, but is {list(counts)}")
 
 
@@ -206,7 +217,7 @@ def check_view(q_at: Positions, k_at: Positions, window: int | None) -> None:
         raise ValueError(
             f"queries are on {q_at.axes} axes and keys on {k_at.axes}; give both on the same axes"
         )
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+    if window is not None and not is_whole(window):
         raise ValueError(f"window must be a whole number of places, but is {window!r}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, the query itself, but is {window}; None sees all")

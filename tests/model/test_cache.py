@@ -180,3 +180,17 @@ def test_another_batch_or_dtype_than_is_held_is_refused():
         model(tokens_of(3, 1), cache=cache)
     with pytest.raises(ValueError, match="cannot append"):
         model.float()(tokens_of(2, 1), cache=cache)
+
+
+def test_a_cache_of_a_shallower_model_is_refused():
+    cache, tokens = Cache(), torch.zeros(1, 3, dtype=torch.int64)
+    with torch.no_grad():
+        model_of(NoPEConfig(), layers=1)(tokens, cache=cache)
+        with pytest.raises(ValueError, match="another model's"):
+            model_of(NoPEConfig(), layers=2)(tokens, cache=cache)
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_no_logits_is_refused(keep):
+    with pytest.raises(ValueError, match="at least 1"):
+        model_of(NoPEConfig())(torch.zeros(1, 3, dtype=torch.int64), keep=keep)

@@ -64,7 +64,8 @@ class ALiBi(Encoding):
         scores = products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
         return scores - self.penalty(q_at, k_at, scores.dtype)
 
-    def separable(self, length: int) -> bool:
+    @property
+    def separable(self) -> bool:
         return False
 
     def factors(

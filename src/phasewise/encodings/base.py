@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from phasewise.positions import Positions
+from phasewise.positions import Positions, is_whole
 
 
 class EncodingConfig(BaseModel, ABC):
@@ -53,15 +53,16 @@ class Encoding(nn.Module, ABC):
         `scale` replaces the encoding's own softmax scale.
         """
 
+    @property
     @abstractmethod
-    def separable(self, length: int) -> bool:
-        """Whether the scores of `length` queries at once separate into a query's part and a key's part."""
+    def separable(self) -> bool:
+        """Whether the scores separate into a query's part and a key's part."""
 
     @abstractmethod
     def factors(self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions) -> tuple[Tensor, Tensor] | None:
         """The separable form: f [B, Hq, T, E] and g [B, Hkv, S, E] with scores = scale * f g^T.
 
-        None when the encoding is not `separable` for these queries.
+        None when the encoding is not `separable`.
         """
 
 
@@ -102,7 +103,7 @@ def distances(q_at: Positions, k_at: Positions) -> Tensor:
 
 def check_size(name: str, size: int) -> None:
     """Raise ValueError unless `size` is a whole number from 1."""
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if not is_whole(size) or size < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, but is {size!r}")
 
 

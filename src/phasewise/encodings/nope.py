@@ -48,7 +48,8 @@ class NoPE(Encoding):
     ) -> Tensor:
         return products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
 
-    def separable(self, length: int) -> bool:
+    @property
+    def separable(self) -> bool:
         return True
 
     def factors(

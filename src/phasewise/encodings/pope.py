@@ -20,6 +20,7 @@ PhaseInit = Literal["zero", "uniform"]
 PhaseBound = Literal["wrap", "clamp"]
 
 _FULL_TURN = 2 * math.pi
+_HALVES = (torch.float16, torch.bfloat16)
 _MAGNITUDES: dict[Magnitude, Callable[[Tensor], Tensor]] = {
     "softplus": lambda x: F.softplus(x, threshold=40),  # beyond it float64 cannot tell softplus(x) from x
     "relu": F.relu,
@@ -143,11 +144,18 @@ class PoPE(Spectral):
             turn = turn * gain
         return (self.magnitude(x).unsqueeze(-2) * turn).to(x.dtype).flatten(-2)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
+        """Load phases that were saved in half precision as float32, also when they are assigned."""
+        saved = state_dict.get(prefix + "phase")
+        if saved is not None and saved.dtype in _HALVES:
+            state_dict[prefix + "phase"] = saved.float()
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move with the module, but never below float32: a phase in bfloat16 is off by up to 0.016 rad."""
 
         def keep(tensor: Tensor) -> Tensor:
             moved: Any = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+            return tensor.to(moved.device) if moved.dtype in _HALVES else moved
 
         return super()._apply(keep, recurse)

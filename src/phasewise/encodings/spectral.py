@@ -10,6 +10,7 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from phasewise.encodings.base import Encoding, angles, products, working_dtype
 from phasewise.frequencies import Frequencies, Geometric, Static
@@ -61,7 +62,8 @@ class Spectral(Encoding):
         """What a rule multiplies the scores of turning channels with: its attention factor squared."""
         return rule.attention_factor(self.channels // self.axes) ** 2
 
-    def separable(self, length: int) -> bool:
+    @property
+    def separable(self) -> bool:
         return bool(self._regimes)
 
     def factors(self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions) -> tuple[Tensor, Tensor] | None:
@@ -98,10 +100,18 @@ class Spectral(Encoding):
     def _scores_by_length(self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions) -> Tensor:
         """Scores of queries at one row of places, where each turns itself and every key at its own rates."""
         dtype = working_dtype(q.dtype)
-        columns = []
-        for place, index in enumerate(q_at.index[0].tolist()):
+
+        def column(q: Tensor, k: Tensor, place: int, index: int) -> Tensor:
             rule = self.frequencies.at(max(index, 0) + 1, self.channels)
             angle = self.phases(q_at.narrow(place, 1), rule, dtype)
-            turned = self.turn_queries(q[:, :, place : place + 1], angle, self.gain(rule))
-            columns.append(products(turned, self.turn_keys(k, self.phases(k_at, rule, dtype))))
+            turned = self.turn_queries(q, angle, self.gain(rule))
+            return products(turned, self.turn_keys(k, self.phases(k_at, rule, dtype)))
+
+        columns = []
+        for place, index in enumerate(q_at.index[0].tolist()):
+            query = q[:, :, place : place + 1]
+            if torch.is_grad_enabled():  # else the backward pass would hold the keys turned for every query
+                columns.append(checkpoint(column, query, k, place, index, use_reentrant=False))
+            else:
+                columns.append(column(query, k, place, index))
         return torch.cat(columns, dim=2)

@@ -104,7 +104,8 @@ class TAPA(Encoding):
         keys = k.to(dtype).sum(-1).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return q.to(dtype).sum(-1)[..., None] + keys[:, :, None]
 
-    def separable(self, length: int) -> bool:
+    @property
+    def separable(self) -> bool:
         return False
 
     def factors(

@@ -93,8 +93,13 @@ class _Store:
     def put(self, new: Tensor, *, start: int) -> Tensor:
         """Write `new` from `start` on, and return everything up to its end (a view)."""
         end = start + new.shape[self.dim]
-        if start == 0 or self.memory is None:
+        if start == 0:
             self.memory = new.new_empty(self._shape(new, end))
+        if self.memory is None:
+            raise ValueError(
+                f"a layer has not seen the {start} tokens that the cache holds, which are another model's; "
+                "use a new Cache()"
+            )
         held = self.memory
         if new.dtype != held.dtype or self._shape(new, 0) != self._shape(held, 0):
             raise ValueError(

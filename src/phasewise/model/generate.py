@@ -110,7 +110,7 @@ def _check(
         if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
             raise ValueError("mask must be False, then True to the end of each row: pad prompts on the left")
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 (greedy) or above, but is {temperature}")
+        raise ValueError(f"temperature must be 0 (greedy) or a finite number above, but is {temperature}")
     if temperature == 0 and not (top_k is None and top_p is None and generator is None):
         raise ValueError("top_k, top_p and generator only apply to sampling; give a temperature above 0")
     if top_k is not None and top_k < 1:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from phasewise.encodings.base import Encoding
 from phasewise.model.transformer import Block, Transformer
 
+LONGEST_LENGTH = 10**12
+"""In tokens: far beyond any corpus or model, and small enough for exact arithmetic in float64 and int64."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -38,11 +41,18 @@ Pairs that turn are half-split, in the order of the encoding's rates, whatever t
 """
 
 
+def require_count(name: str, value: int, *, least: int = 1) -> None:
+    """Raise ValueError, naming the option, for a count of tokens below `least` or beyond `LONGEST_LENGTH`."""
+    if not least <= value <= LONGEST_LENGTH:
+        raise ValueError(f"{name} must be at least {least} and at most {LONGEST_LENGTH}, but is {value}")
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is known of a model before it reads.
 
-    trained_length: tokens it was trained to attend over; None where its config does not say.
+    trained_length: tokens it was trained to attend over; None where its config does not say. Raises ValueError
+    where it is no length.
     """
 
     family: str
@@ -51,6 +61,10 @@ class Facts:
     vocab_size: int
     dtype: str
     trained_length: int | None
+
+    def __post_init__(self) -> None:
+        if self.trained_length is not None:
+            require_count("trained_length", self.trained_length)
 
 
 class Reader(ABC):

@@ -65,6 +65,10 @@ class Transformer(nn.Module):
             raise ValueError(f"tokens must be [B, T], but have shape {tuple(tokens.shape)}; use tokens[None]")
         if at is not None and at.length != tokens.shape[1]:
             raise ValueError(f"{tokens.shape[1]} tokens have {at.length} places; give one place per token")
+        if keep is not None and keep < 1:
+            raise ValueError(
+                f"keep is the number of last tokens to give logits for, at least 1, but is {keep}"
+            )
         q_at, k_at = (at, at) if cache is None else cache.places(at, tokens)
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:

@@ -1,0 +1,77 @@
+"""Visibility and places equal their definitions, restated here with loops."""
+
+import itertools
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phasewise.positions import Positions, visible
+
+SEGMENTS = st.lists(st.integers(-1, 2), min_size=1, max_size=6)
+
+
+def places(segments, data, axes):
+    index = data.draw(
+        st.lists(
+            st.lists(st.integers(-4, 4), min_size=axes, max_size=axes),
+            min_size=len(segments),
+            max_size=len(segments),
+        )
+    )
+    index = torch.tensor([index])
+    return Positions(index[..., 0] if axes == 1 else index, torch.tensor([segments]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    q_segments=SEGMENTS,
+    k_segments=SEGMENTS,
+    axes=st.integers(1, 3),
+    causal=st.booleans(),
+    window=st.one_of(st.none(), st.integers(1, 5)),
+    data=st.data(),
+)
+def test_a_key_is_seen_in_the_same_segment_not_after_and_within_the_window(
+    q_segments, k_segments, axes, causal, window, data
+):
+    q_at, k_at = places(q_segments, data, axes), places(k_segments, data, axes)
+    window = window if axes == 1 else None
+    mask = visible(q_at, k_at, causal=causal, window=window)
+    assert mask.shape == (1, len(q_segments), len(k_segments))
+    for t, s in itertools.product(range(len(q_segments)), range(len(k_segments))):
+        query, key = (at.index[0, place].reshape(-1).tolist() for at, place in ((q_at, t), (k_at, s)))
+        expected = q_segments[t] == k_segments[s] >= 0
+        if causal:
+            expected = expected and key <= query
+        if window is not None:
+            expected = expected and abs(query[0] - key[0]) < window
+        assert mask[0, t, s].item() == expected
+
+
+@given(
+    rows=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4),
+    length=st.integers(1, 4),
+)
+@settings(deadline=None)
+def test_places_after_a_padded_past_go_on_from_the_last_real_token(rows, length):
+    past = Positions.padded(torch.tensor(rows))
+    after = Positions.after(past, length)
+    for row, mask in enumerate(rows):
+        assert after.index[row].tolist() == [sum(mask) + step for step in range(length)]
+        assert after.segment[row].tolist() == [0] * length
+        real = [index for index, is_real in zip(past.index[row].tolist(), mask, strict=True) if is_real]
+        assert real == list(range(sum(mask)))
+        assert [segment == 0 for segment in past.segment[row].tolist()] == mask
+
+
+def test_after_goes_on_in_the_segment_of_the_last_real_token():
+    after = Positions.after(Positions.packed([3, 2]), 2)
+    assert after.index.tolist() == [[2, 3]]
+    assert after.segment.tolist() == [[1, 1]]
+
+
+def test_lengths_may_be_numpy_integers():
+    assert Positions.packed(np.array([3, 2])).index.tolist() == [[0, 1, 2, 0, 1]]
+    assert Positions.arange(np.int64(3)).length == 3
