@@ -198,7 +198,13 @@ def test_json_is_the_one_thing_on_stdout(capsys, tmp_path, genome):
         (b"a few words only" * 3, ["--longest", "100"], "so no two are 100 apart; ask for distances up to"),
         (b"a few words only" * 3, ["--granularities", "steps"], "no granularity 'steps'"),
         (b"a few words only" * 3, ["--split", "dev"], "has no split 'dev'"),
-        (b"a few words only" * 3, ["--longest", "0"], "longest must be at least 1, but is 0"),
+        (
+            b"a few words only" * 3,
+            ["--longest", "0"],
+            "longest must be at least 1 and at most 1000000000000, but is 0",
+        ),
+        (b"a few words only" * 3, ["--longest", str(10**30)], "longest must be at least 1 and at most"),
+        (b"a few words only" * 3, ["--seed", "-1"], "seed must be at least 0, but is -1"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, content, arguments, said):
@@ -207,6 +213,34 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, conte
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
     assert not (tmp_path / "report").exists()
+
+
+def test_no_corpus_is_refused(capsys, tmp_path):
+    code, _, err = run(capsys, "--out", tmp_path / "report")
+    assert code == 2
+    assert "give at least one corpus" in err
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--checkpoint", "nope"], "no folder nope"),
+        (["--checkpoint", "MODEL", "--context", "1"], "choose a context from 2 to"),
+        (["--checkpoint", "MODEL", "--tokenizer", "bpe:300"], "knows 256 tokens, but"),
+        (["text:nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_input_that_is_needed_late_is_refused_before_anything_is_measured(
+    capsys, monkeypatch, tmp_path, words, arguments, said
+):
+    model = Transformer(ModelConfig(vocab_size=256, width=16, layers=1, heads=2, encoding=RoPEConfig()))
+    save(model, tmp_path / "m")
+    monkeypatch.setattr(module, "dependency", lambda *_arguments, **_options: pytest.fail("measured"))
+    given = [str(tmp_path / "m") if argument == "MODEL" else argument for argument in arguments]
+    code, _, err = run(capsys, f"text:{words}", *given, "--out", tmp_path / "report")
+    assert code == 2
+    assert said in err
 
 
 def test_folder_in_use_is_refused_before_anything_is_read(capsys, tmp_path):

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-INDEX = "model.safetensors.index.json"
+WHOLE = ("model.safetensors", "pytorch_model.bin")
+INDEXES = tuple(f"{name}.index.json" for name in WHOLE)
 
 
 def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> PreTrainedModel:
@@ -33,6 +34,7 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str = 
                 config=config,
                 dtype="auto" if dtype is None else dtype,
                 local_files_only=True,
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
         except (SafetensorError, RuntimeError) as error:
@@ -44,12 +46,12 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str = 
                 ) from error
             raise
     model, loaded = both
+    if loaded["mismatched_keys"]:
+        name = min(key for key, *_shapes in loaded["mismatched_keys"])
+        raise ValueError(f"a tensor in {folder} has another shape than its config asks for: {name}")
     missing = sorted(loaded["missing_keys"])
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of its model, {missing[0]} the first")
-    if loaded["mismatched_keys"]:
-        name = sorted(loaded["mismatched_keys"])[0]
-        raise ValueError(f"a tensor in {folder} has another shape than its config asks for: {name}")
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken, fetch it again")
@@ -70,13 +72,17 @@ def _config(folder: Path) -> Any:
 
 
 def _require_weights(folder: Path) -> None:
-    if (folder / INDEX).is_file():
-        shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        absent = sorted({shard for shard in shards if not (folder / shard).is_file()})
-        if absent:
-            raise ValueError(f"{folder} lacks {', '.join(absent)}, which {INDEX} lists; fetch it again")
-    elif not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise ValueError(f"{folder} has a config.json but no weights (*.safetensors or *.bin)")
+    index = next((name for name in INDEXES if (folder / name).is_file()), None)
+    if index is None:
+        if any((folder / name).is_file() for name in WHOLE):
+            return
+        raise ValueError(
+            f"{folder} has a config.json but no weights: it needs one of {', '.join([*WHOLE, *INDEXES])}"
+        )
+    shards = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
+    absent = sorted({shard for shard in shards if not (folder / shard).is_file()})
+    if absent:
+        raise ValueError(f"{folder} lacks {', '.join(absent)}, which {index} lists; fetch it again")
 
 
 @contextmanager

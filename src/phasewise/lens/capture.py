@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from phasewise.device import usable
 from phasewise.model import folder as own
 from phasewise.model.reading import Reader, TransformerReader
 
@@ -27,11 +28,7 @@ def open_checkpoint(
     that is not read, a device that is not there, and options that do not apply.
     """
     folder = Path(folder)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {device!r} cannot be used here ({reason}): use cpu") from error
+    usable(device)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
     if not folder.is_dir():

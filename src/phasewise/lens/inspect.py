@@ -18,7 +18,7 @@ from phasewise.encodings import TAPA
 from phasewise.encodings.spectral import Spectral
 from phasewise.lens.phase import Phase, PhaseMeter
 from phasewise.lens.spectrum import Spectrum, SpectrumMeter, Values
-from phasewise.model.reading import Layer, Reader
+from phasewise.model.reading import Layer, Reader, require_count
 
 LONGEST_CONTEXT = 2048
 SHORTEST_ROW = 2
@@ -68,8 +68,8 @@ class Request:
         least = {"tokens": 2, "context": 2, "wanted_length": 1, "queries": 0}
         for name, lowest in least.items():
             value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise ValueError(f"{name} must be at least {lowest}, but is {value}")
+            if value is not None:
+                require_count(name, value, least=lowest)
 
 
 def inspect(

@@ -18,12 +18,12 @@ from phasewise.lens.capture import open_checkpoint
 from phasewise.lens.dependency import Blocks, Curve, Shuffle, dependency, log_spaced
 from phasewise.lens.dilation import Dilation, window_dilation
 from phasewise.lens.granularity import BY_UNIT, Sequences, sequences
-from phasewise.lens.replacement import replacement
+from phasewise.lens.replacement import longer, replacement
 from phasewise.lens.shape import CLOSE_UP, PowerLaw, power_law, shape_difference, unevenness
 from phasewise.lens.thresholds import SHAPES
 from phasewise.lens.verdict import Verdict, judge, together
 from phasewise.lens.width import Width, kernel, measure_width
-from phasewise.model.reading import TransformerReader
+from phasewise.model.reading import TransformerReader, require_count
 
 LONGEST = 16_384
 DISTANCES = 48
@@ -54,7 +54,7 @@ class Profiled(BaseModel):
     complete: bool
     """Whether every distance asked for was measured."""
     seconds: float
-    """Wall time, tokenizing included, and whatever else the machine did meanwhile."""
+    """Wall time, a granularity's tokenizing included, and whatever else the machine did meanwhile."""
 
 
 class GranularityProfile(BaseModel):
@@ -146,27 +146,42 @@ def profile(
 
     Raises ValueError for what `load`, `sequences` and `dependency` refuse.
     """
-    if longest is not None and longest < 1:
-        raise ValueError(f"longest must be at least 1, but is {longest}")
+    if not names:
+        raise ValueError("give at least one corpus, as austen or text:PATH")
+    if longest is not None:
+        require_count("longest", longest)
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, but is {seed}")
+    opened = None if model is None else _opened(model)
     done: list[CorpusProfile] = []
     partial = None
     with _progress(console or Console(quiet=True)) as progress:
-        for name in names:
-            sitting = _Sitting(name, split, longest, shuffle, seed, progress, stop)
+        sittings = [_Sitting(name, split, longest, shuffle, seed, progress, stop) for name in names]
+        for sitting in sittings:
+            sitting.load(opened)
+        for sitting in sittings:
             try:
                 sitting.measure(granularities)
-                if model is not None:
-                    sitting.look(model)
+                sitting.look(opened)
             except KeyboardInterrupt:
                 if not done and not sitting.measured:
                     raise
-                partial = f"interrupted at {name}"
+                partial = f"interrupted at {sitting.name}"
             if sitting.measured:
                 done.append(sitting.result())
             if partial or sitting.cut:
-                partial = partial or f"interrupted at {name}"
+                partial = partial or f"interrupted at {sitting.name}"
                 break
     return Profile(corpora=tuple(done), shuffle=shuffle, seed=seed, partial=partial)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A model to profile with: tokens to logits, and how many tokens it knows."""
+
+    view: ModelView
+    logits: Callable[[Tensor], Tensor]
+    vocab_size: int
 
 
 @dataclass
@@ -181,13 +196,29 @@ class _Sitting:
     progress: Progress
     stop: Callable[[], bool]
     corpus: Corpus = field(init=False)
+    held_out: list[np.ndarray] = field(default_factory=list)
     measured: list[tuple[Sequences, Curve, Profiled]] = field(default_factory=list)
     seen: Profiled | None = None
     cut: bool = False
 
-    def measure(self, granularities: Sequence[str] | None) -> None:
+    def load(self, opened: _Opened | None) -> None:
+        """Read the corpus, also as the model's tokens; what a model cannot take is refused before long work."""
+        self._go_on()
         with self._bar("reading", None):
             self.corpus = load(self.name)
+            self.corpus.split(self.split)
+            if opened is None:
+                return
+            view, corpus = opened.view, load(self.name, tokenizer=opened.view.tokenizer)
+            if corpus.vocab_size > opened.vocab_size:
+                raise ValueError(
+                    f"{view.checkpoint} knows {opened.vocab_size} tokens, but {corpus.name} has "
+                    f"{corpus.vocab_size}; give the tokenizer that the model was trained with"
+                )
+            held_out = corpus.split("test")
+            self.held_out = longer(held_out.take(np.arange(len(held_out))), view.context)
+
+    def measure(self, granularities: Sequence[str] | None) -> None:
         for granularity in granularities or BY_UNIT[self.corpus.unit]:
             self._go_on()
             with self._bar(granularity, DISTANCES) as advance:
@@ -211,30 +242,22 @@ class _Sitting:
             if self.cut:
                 return
 
-    def look(self, view: ModelView) -> None:
-        if self.cut:
+    def look(self, opened: _Opened | None) -> None:
+        if self.cut or opened is None:
             return
         self._go_on()
-        with self._bar("model", view.windows) as advance:
+        with self._bar("model", opened.view.windows) as advance:
             started = perf_counter()
-            model, vocab_size = _opened(view.checkpoint)
-            corpus = load(self.name, tokenizer=view.tokenizer)
-            if corpus.vocab_size > vocab_size:
-                raise ValueError(
-                    f"{view.checkpoint} knows {vocab_size} tokens, but {corpus.name} has "
-                    f"{corpus.vocab_size}; give the tokenizer that the model was trained with"
-                )
-            held_out = corpus.split("test")
             curve = replacement(
-                model,
-                held_out.take(np.arange(len(held_out))),
-                context=view.context,
-                windows=view.windows,
+                opened.logits,
+                self.held_out,
+                context=opened.view.context,
+                windows=opened.view.windows,
                 seed=self.seed,
                 on_window=advance,
                 stop=self.stop,
             )
-            self.cut = len(curve.parts) < view.windows
+            self.cut = len(curve.parts) < opened.view.windows
             self.seen = read(curve, complete=not self.cut, seconds=perf_counter() - started)
 
     def _go_on(self) -> None:
@@ -324,16 +347,17 @@ def spread(longest: int) -> np.ndarray:
     return np.union1d(log_spaced(longest, count=DISTANCES - CLOSE_UP), close_up)
 
 
-def _opened(checkpoint: str) -> tuple[Callable[[Tensor], Tensor], int]:
-    """Tokens to logits, and how many tokens it knows."""
-    reader = open_checkpoint(checkpoint)
+def _opened(view: ModelView) -> _Opened:
+    reader = open_checkpoint(view.checkpoint)
     if isinstance(reader, TransformerReader):
-        return reader.model, reader.facts.vocab_size
+        return _Opened(view, reader.model, reader.facts.vocab_size)
     from phasewise.hf.reading import HFReader
 
     assert isinstance(reader, HFReader)
     decoder = reader.model
-    return lambda tokens: decoder(input_ids=tokens, use_cache=False).logits, reader.facts.vocab_size
+    return _Opened(
+        view, lambda tokens: decoder(input_ids=tokens, use_cache=False).logits, reader.facts.vocab_size
+    )
 
 
 def _longest(cut: Sequences) -> int:

@@ -42,13 +42,7 @@ def replacement(
 
     Raises ValueError for a context that no document fills.
     """
-    long_enough = [document for document in documents if len(document) > context]
-    if not long_enough or context < 2:
-        longest = max((len(document) for document in documents), default=0)
-        raise ValueError(
-            f"a context of {context} needs documents of more than {max(context, 2)} tokens, but the longest "
-            f"has {longest}; choose a context from 2 to {longest - 1}"
-        )
+    long_enough = longer(documents, context)
     random = np.random.default_rng(seed)
     starts = np.array([len(document) - context for document in long_enough], dtype=float)
     distances = log_spaced(context)
@@ -77,6 +71,18 @@ def replacement(
         baseline=np.zeros(len(pairs)),
         blocks="windows",
     )
+
+
+def longer(documents: Sequence[np.ndarray], context: int) -> list[np.ndarray]:
+    """The documents that fill a context, with one more token; ValueError where none does."""
+    long_enough = [document for document in documents if len(document) > context]
+    if not long_enough or context < 2:
+        longest = max((len(document) for document in documents), default=0)
+        raise ValueError(
+            f"a context of {context} needs documents of more than {max(context, 2)} tokens, but the longest "
+            f"has {longest}; choose a context from 2 to {longest - 1}"
+        )
+    return long_enough
 
 
 def _rises(

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from phasewise.data import Batch, Corpus, Windows, batch, load, windows
+from phasewise.device import usable
 from phasewise.encodings import PoPE, RoPEConfig
 from phasewise.evaluate import Measurement, measure
 from phasewise.frequencies import Geometric
@@ -96,7 +97,7 @@ class _Prepared:
 
 def _prepare(recipe: CompareRecipe, device: torch.device | str) -> _Prepared:
     """Check everything that can be checked before anything is written."""
-    usable = _usable(device)
+    found = usable(device)
     corpus = load(recipe.data, tokenizer=recipe.tokenizer)
     plan = _plan(recipe, corpus)
     trainings = {
@@ -108,7 +109,7 @@ def _prepare(recipe: CompareRecipe, device: torch.device | str) -> _Prepared:
         with torch.device("meta"):
             Transformer(trainings[encoding, recipe.seeds[0]].model)
     batch(corpus, "train", step=0, context=recipe.context, batch_size=recipe.batch_size, seed=0)
-    return _Prepared(recipe, corpus, plan, trainings, usable)
+    return _Prepared(recipe, corpus, plan, trainings, found)
 
 
 def _finish(prepared: _Prepared, out: Path, *, figure: bool, console: Console | None) -> Comparison:
@@ -283,18 +284,6 @@ def _merged(rows: list[Row]) -> tuple[Row, ...]:
         key = row.encoding, row.scaling
         runs[key] = runs.get(key, ()) + row.runs
     return tuple(Row(encoding=encoding, scaling=scaling, runs=of) for (encoding, scaling), of in runs.items())
-
-
-def _usable(device: torch.device | str) -> torch.device:
-    try:
-        read_back = torch.zeros(1, device=device)
-        read_back.item()
-        return read_back.device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0]
-        raise ValueError(
-            f"device {str(device)!r} cannot be used here ({reason}): use cpu, or one there is"
-        ) from error
 
 
 def _described(corpus: Corpus) -> CorpusFacts:
