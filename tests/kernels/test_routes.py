@@ -71,6 +71,22 @@ def test_triton_equals_the_reference(case, view):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("case", ["rope", "rope-partial-yarn", "pope"])
+def test_places_whose_rows_are_not_contiguous_are_the_places_they_hold(case):
+    torch.manual_seed(1)
+    encoding = CASES[case]().to(DEVICE)
+    index = torch.arange(24, device=DEVICE).view(12, 2).t()
+    assert index.stride() == (1, 2)
+    at = Positions(index=index, segment=torch.zeros_like(index))
+    found = []
+    for impl in ("triton", "reference"):
+        leaves = [x.repeat(2, 1, 1, 1).requires_grad_() for x in inputs()]
+        out = attention(*leaves, encoding, q_at=at, k_at=at, impl=impl)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [*leaves, *encoding.parameters()])])
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("case", CASES)

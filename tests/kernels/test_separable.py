@@ -99,6 +99,25 @@ def test_strides_do_not_matter():
     assert torch.equal(plain["k"], fused(case, inputs)["k"])
 
 
+def test_strides_of_angles_phase_and_slopes_do_not_matter():
+    case = Case(17, 17, preparation="softplus", slopes=True)
+    inputs = inputs_of(case)
+    q, k, v, phase = (x.detach() for x in inputs.tensors.values())
+    assert inputs.angles is not None
+    heads = phase.shape[0]
+    dense = (*inputs.angles, phase, torch.arange(1.0, heads + 1, device=DEVICE))
+    spread = (*(x.mT.contiguous().mT for x in dense[:3]), dense[3].repeat_interleave(2)[::2])
+    results = []
+    for q_angle, k_angle, turn, slopes in (dense, spread):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)] + [turn.detach().requires_grad_()]
+        out, _ = separable.pope(
+            *leaves[:3], q_angle, k_angle, leaves[3], magnitude="softplus", scale=0.25, causal=True,
+            window=None, slopes=slopes,
+        )  # fmt: skip
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def operator_arguments(case: Case) -> tuple:
     inputs = inputs_of(case)
     leaves = [x.detach().requires_grad_() for x in inputs.tensors.values()]

@@ -29,6 +29,11 @@ def _prepared(
     return prepare.polar(q, q_angle, phase, preparation), prepare.polar(k, k_angle, None, preparation)
 
 
+def _dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What the kernels address by shape alone, copied where its strides are not those of its shape."""
+    return tuple(x if x is None else x.contiguous() for x in tensors)
+
+
 @torch.library.custom_op("phasewise::separable", mutates_args=())
 def separable(
     q: Tensor, k: Tensor, v: Tensor, q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
@@ -43,6 +48,7 @@ def separable(
     if q.numel() == 0 or k.numel() == 0:
         out, lse = _separable_fake(q, k, v, *(None,) * 8, preparation, factor, scale, causal, window, body)
         return out.zero_(), lse.fill_(EMPTY_LSE)
+    q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
     q2, k2 = _prepared(q, k, q_angle, k_angle, phase, preparation, factor)
     if body == "flash":
         return borrowed.flash_forward(q2, k2, v, scale=scale, causal=causal, window=window)
@@ -78,6 +84,7 @@ def separable_backward(
     dphase = q.new_zeros(0 if phase is None else phase.shape, dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dphase
+    q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
     polar = q_angle is not None and preparation != "rope"
     width = q.shape[3] * (2 if polar else 1)
     sizes = {"qk": width, "v": v.shape[3], "length": k.shape[2]}
