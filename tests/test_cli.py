@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,8 +195,9 @@ def test_reader_that_goes_away_is_no_traceback(arguments):
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_names_are_whole_in_a_narrow_terminal(capsys, tmp_path, monkeypatch):
+def test_names_and_numbers_are_whole_in_a_narrow_terminal(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     code, out, _ = run(capsys, "compare", "--out", tmp_path / "run", *OPTIONS, "--no-figure")
     assert code == 0
-    assert "rope + yarn" in out
+    (line,) = (line for line in out.splitlines() if "rope + yarn" in line)
+    assert len(re.findall(r"\d\.\d{3}", line)) == 4

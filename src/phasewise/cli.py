@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ValidationError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 COMPARE = """Train several encodings under one budget and evaluate each beyond the trained length.
@@ -118,7 +121,7 @@ def compare(arguments: Sequence[str]) -> int:
     if options.as_json:
         print((options.out / "report.json").read_text(), end="")
     else:
-        Console().print(table(comparison))
+        _print_whole(table(comparison))
         print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
     return 0
 
@@ -320,6 +323,15 @@ def _one_line(error: Exception) -> str:
         given = "" if problem["type"] == "value_error" else f", but is {problem['input']}"
         problems.append(option + problem["msg"].removeprefix("Value error, ") + given)
     return "; ".join(problems)
+
+
+def _print_whole(table: "Table") -> None:
+    """Print a table uncut: a terminal that is narrower wraps its lines, where rich would cut the numbers."""
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, Console(width=10_000).measure(table).maximum)
+    console.print(table)
 
 
 def _stop(message: str, code: int) -> int:

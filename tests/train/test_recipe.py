@@ -110,7 +110,7 @@ def test_trainings_of_a_comparison_differ_in_encoding_and_seed_alone():
 def test_every_number_has_an_upper_bound(name):
     value = 10**23
     with pytest.raises(ValidationError) as refused:
-        CompareRecipe(**{name: (value,) if name in ("evaluate_lengths", "seeds") else value})
+        CompareRecipe.model_validate({name: (value,) if name in ("evaluate_lengths", "seeds") else value})
     assert [problem["type"] in ("less_than", "less_than_equal") for problem in refused.value.errors()] == [
         True
     ]
