@@ -113,6 +113,18 @@ def test_page_fits_a_phone(largest):
         assert tab.complaints == []
 
 
+def test_labels_of_the_summary_wrap_on_a_phone_and_leave_room_for_the_text(tmp_path):
+    path = tmp_path / "report.html"
+    label = "text:collected_letters_of_a_long_life_1790-1817.txt"
+    path.write_text(page("Labels", [], summary={label: "self-similar, " * 20, "limits": "some words " * 30}))
+    with browser() as tab:
+        tab.open(path, width=390, height=844, mobile=True)
+        widths = tab.run("[...document.querySelectorAll('th')].map(th => th.getBoundingClientRect().width)")
+        assert max(widths) < 390 / 3
+        assert min(widths) > 60
+        assert tab.run("document.documentElement.scrollWidth") == 390
+
+
 def test_lines_with_gaps_and_bands_are_drawn(tmp_path):
     line = Line(name="a", x=[1, 2, 4], y=[1.0, math.nan, 3.0], low=[0.5, 1, 2], high=[2, 2, 4])
     lines = Lines(x=Axis(title="x", scale="log"), y=Axis(title="y"), lines=[line])
