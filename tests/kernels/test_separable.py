@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.kernels import separable, tiles
 from phasewise.kernels.library import separable as operator
+from phasewise.kernels.library import separable_backward
 from tests.kernels.separable_oracle import DEVICE, GPU, Case, call, fused, holds, inputs_of
 
 SMALL = [
@@ -62,6 +64,25 @@ def test_rows_that_see_nothing_give_zero_finite_and_no_gradient():
     assert (actual["lse"][:, :, :8] == -1e30).all()
     assert (actual["q"][:, :, :8] == 0).all()
     assert all(x.isfinite().all() for x in actual.values())
+
+
+@pytest.mark.parametrize(("rows", "queries", "keys"), [(1, 0, 5), (1, 5, 0), (0, 5, 5)])
+def test_nothing_to_attend_to_gives_zero_and_gradients_laid_out_as_promised(rows, queries, keys):
+    case = Case(queries, keys, rows=rows)
+    leaves = [x.detach().contiguous().requires_grad_() for x in inputs_of(case).tensors.values()]
+    out, lse = separable.attend(*leaves, scale=0.25, causal=True, window=None)
+    assert out.shape == (*leaves[0].shape[:3], leaves[2].shape[3])
+    assert not out.any()
+    assert (lse == -1e30).all()
+    arguments = (*(x.detach() for x in leaves), out.detach(), lse.detach(), out.detach(), None, *(None,) * 8,
+                 "none", 1.0, 0.25, True, None, "triton")  # fmt: skip
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        promised = separable_backward(
+            *(mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments)
+        )
+    for x, fake in zip(separable_backward(*arguments), promised, strict=True):
+        assert (x.shape, x.stride()) == (fake.shape, fake.stride())
+        assert not x.any()
 
 
 def test_a_packed_document_does_not_change_its_neighbour():

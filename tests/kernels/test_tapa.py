@@ -241,6 +241,18 @@ def test_rows_that_see_nothing_give_zero_and_take_no_gradient():
     assert (tapa.attend(*tensors, **DEFAULTS, k_segment=segment)[1] == -1e30).all()
 
 
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(1, 0, 5), (1, 5, 0), (0, 5, 5)])
+def test_nothing_to_attend_to_gives_zero_and_no_gradient(batch, queries, keys):
+    tensors = inputs(queries, keys, batch=batch)
+    out, lse = tapa.attend(*tensors, **DEFAULTS)
+    assert out.shape == (batch, 2, queries, 16)
+    assert not out.any()
+    assert (lse == -1e30).all()
+    for x, grad in zip(tensors, gradients(tapa.attend, tensors, 0.1, DEFAULTS)[2:5], strict=True):
+        assert grad.shape == x.shape
+        assert not grad.any()
+
+
 def test_a_group_of_heads_reads_its_key_head():
     q, k, v = inputs(20, heads=6, groups=2)
     out, _ = tapa.attend(q, k, v, **DEFAULTS)

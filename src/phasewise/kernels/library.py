@@ -82,8 +82,9 @@ def separable_backward(
     from phasewise.kernels.tiles import Places, launch
 
     dphase = q.new_zeros(0 if phase is None else phase.shape, dtype=torch.float32)
+    grads = tuple(prepare.expanded_like(x, x.shape[3]) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dphase
+        return *(x.zero_() for x in grads), dphase
     q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
     polar = q_angle is not None and preparation != "rope"
     width = q.shape[3] * (2 if polar else 1)
@@ -107,7 +108,6 @@ def separable_backward(
         at_once = stored.heads_at_once(
             q, k, v, launch("separable.score_grad", q, **sizes)["SIDE"], causal=causal
         )
-    grads = tuple(prepare.expanded_like(x, x.shape[3]) for x in (q, k, v))
     for some, key_part in _pieces(rows, key_heads, at_once):
         part = slice(key_part.start * group, key_part.stop * group)
         q_angle_part, k_angle_part, *positions_part = (_rows(x, some) for x in (q_angle, k_angle, *positions))

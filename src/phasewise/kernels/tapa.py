@@ -114,8 +114,11 @@ def _tapa(
 ):  # fmt: skip
     from phasewise.kernels.tapa_forward import forward
     from phasewise.kernels.tapa_score import Score
-    from phasewise.kernels.tiles import Places
+    from phasewise.kernels.tiles import EMPTY_LSE, Places
 
+    if q.numel() == 0 or k.numel() == 0:
+        out, lse = _tapa_fake(q, k, v)
+        return out.zero_(), lse.fill_(EMPTY_LSE)
     places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
     return forward(q, k, v, alpha, places, Score(amplitude_dim, scale, unit, linear, causal, window))
 
@@ -128,6 +131,8 @@ def _tapa_backward(
     from phasewise.kernels.tapa_score import Score
     from phasewise.kernels.tiles import Places
 
+    if q.numel() == 0 or k.numel() == 0:
+        return tuple(torch.zeros_like(x) for x in (q, k, v, alpha))
     places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
     score = Score(amplitude_dim, scale, unit, linear, causal, window)
     return backward(grad_out, grad_lse, q, k, v, alpha, out, lse, places, score, alpha_grad=alpha_grad)
