@@ -1,4 +1,8 @@
-"""What a device can do."""
+"""What a device can do, and running there."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -10,3 +14,16 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 # What torch.compiler.assume_constant_result sets, without its import of the compiler: 1.3 s for every user.
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def on_its_device(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, run with its first tensor's CUDA device current: Triton launches on the current one."""
+
+    @functools.wraps(operator)
+    def guarded(first: torch.Tensor, *rest: Any) -> Any:
+        if first.device.type != "cuda":
+            return operator(first, *rest)
+        with torch.cuda.device(first.device):
+            return operator(first, *rest)
+
+    return guarded

@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from phasewise.kernels.hardware import on_its_device
+
 Body = Literal["triton", "flash", "cudnn"]
 Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
 BODIES: tuple[Body, ...] = get_args(Body)
@@ -35,6 +37,7 @@ def _dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 @torch.library.custom_op("phasewise::separable", mutates_args=())
+@on_its_device
 def separable(
     q: Tensor, k: Tensor, v: Tensor, q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
     q_index: Tensor | None, q_segment: Tensor | None, k_index: Tensor | None, k_segment: Tensor | None,
@@ -70,6 +73,7 @@ def _separable_fake(
 
 
 @torch.library.custom_op("phasewise::separable_backward", mutates_args=())
+@on_its_device
 def separable_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phasewise.kernels.hardware import capability
+from phasewise.kernels.hardware import capability, on_its_device
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256
@@ -109,6 +109,7 @@ def unsupported(
     return f"TAPA's kernel needs a CUDA device, not {device}"
 
 
+@on_its_device
 def _tapa(
     q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim, scale, unit, linear, causal, window
 ):  # fmt: skip
@@ -123,6 +124,7 @@ def _tapa(
     return forward(q, k, v, alpha, places, Score(amplitude_dim, scale, unit, linear, causal, window))
 
 
+@on_its_device
 def _tapa_backward(
     grad_out, grad_lse, q, k, v, alpha, out, lse, q_index, q_segment, k_index, k_segment,
     amplitude_dim, scale, unit, linear, causal, window, alpha_grad,
