@@ -229,6 +229,7 @@ def test_no_corpus_is_refused(capsys, tmp_path):
         (["--checkpoint", "MODEL", "--context", "1"], "choose a context from 2 to"),
         (["--checkpoint", "MODEL", "--tokenizer", "bpe:300"], "knows 256 tokens, but"),
         (["text:nowhere.txt"], "nowhere.txt"),
+        (["--granularities", "bytes", "steps"], "no granularity 'steps'"),
     ],
 )
 def test_input_that_is_needed_late_is_refused_before_anything_is_measured(

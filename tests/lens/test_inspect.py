@@ -272,6 +272,12 @@ def test_missing_shard_is_refused(copy):
     refused(copy, "lacks model-00002-of-00002.safetensors")
 
 
+@pytest.mark.parametrize("index", ["{", "{}", "[]", '{"weight_map": []}'])
+def test_broken_index_of_shards_is_refused(copy, index):
+    (copy / "model.safetensors.index.json").write_text(index)
+    refused(copy, "does not say which shards there are")
+
+
 def test_model_that_is_no_decoder_or_has_no_rotations_is_refused(tmp_path):
     sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     gpt2 = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64)

@@ -79,8 +79,11 @@ def _require_weights(folder: Path) -> None:
         raise ValueError(
             f"{folder} has a config.json but no weights: it needs one of {', '.join([*WHOLE, *INDEXES])}"
         )
-    shards = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
-    absent = sorted({shard for shard in shards if not (folder / shard).is_file()})
+    try:
+        shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / index} does not say which shards there are; fetch it again") from error
+    absent = sorted(shard for shard in shards if not (folder / shard).is_file())
     if absent:
         raise ValueError(f"{folder} lacks {', '.join(absent)}, which {index} lists; fetch it again")
 

@@ -58,9 +58,9 @@ def sequences(corpus: Corpus, granularity: str, *, split: str = "train") -> Sequ
     >>> words.count, 4 < words.span < 6
     (256, True)
     """
+    require_granularity(corpus, granularity)
     given = corpus.split(split)
     documents = given.take(np.arange(len(given)))
-    kind, _, size = granularity.partition(":")
     own = BY_UNIT[corpus.unit][0]
     unit = FINEST[corpus.unit]
     if granularity == own:
@@ -71,19 +71,30 @@ def sequences(corpus: Corpus, granularity: str, *, split: str = "train") -> Sequ
         words = [_words(corpus.decode(document)) for document in documents]
         span = _characters(documents) / max(1, sum(len(document) for document in words))
         return Sequences(granularity, *_flat(words), MOST_CLASSES, None, span, unit)
-    if corpus.unit == "byte" and granularity not in BY_UNIT["note"] + BY_UNIT["base"] and kind != "kmers":
+    if corpus.unit == "byte":
         tokenized = load(corpus.name, tokenizer=granularity)
         pieces = tokenized.split(split).take(np.arange(len(given)))
         span = _characters(documents) / sum(len(piece) for piece in pieces)
         return _joined(granularity, pieces, tokenized.vocab_size, span=span, unit=unit)
-    if corpus.unit == "note" and granularity == "steps":
+    if corpus.unit == "note":
         return _grouped(granularity, documents, VOICES, corpus.vocab_size, unit)
-    if corpus.unit == "base" and kind == "kmers" and size.isdecimal() and 2 <= int(size) <= 31:
-        return _grouped(granularity, documents, int(size), corpus.vocab_size, unit)
-    raise ValueError(
-        f"{corpus.name} has no granularity {granularity!r}; its tokens are {corpus.unit}s, "
-        f"so choose from {', '.join(BY_UNIT[corpus.unit])}"
-    )
+    size = int(granularity.partition(":")[2])
+    return _grouped(granularity, documents, size, corpus.vocab_size, unit)
+
+
+def require_granularity(corpus: Corpus, granularity: str) -> None:
+    """Raise ValueError, naming those there are, for a granularity that the corpus does not have."""
+    kind, _, size = granularity.partition(":")
+    others = {
+        "byte": granularity not in BY_UNIT["note"] + BY_UNIT["base"] and kind != "kmers",
+        "note": granularity == "steps",
+        "base": kind == "kmers" and size.isdecimal() and 2 <= int(size) <= 31,
+    }
+    if granularity != BY_UNIT[corpus.unit][0] and not others.get(corpus.unit, False):
+        raise ValueError(
+            f"{corpus.name} has no granularity {granularity!r}; its tokens are {corpus.unit}s, "
+            f"so choose from {', '.join(BY_UNIT[corpus.unit])}"
+        )
 
 
 def _characters(documents: list[np.ndarray]) -> int:

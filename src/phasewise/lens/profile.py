@@ -17,7 +17,7 @@ from phasewise.data import Corpus, load
 from phasewise.lens.capture import open_checkpoint
 from phasewise.lens.dependency import Blocks, Curve, Shuffle, dependency, log_spaced
 from phasewise.lens.dilation import Dilation, window_dilation
-from phasewise.lens.granularity import BY_UNIT, Sequences, sequences
+from phasewise.lens.granularity import BY_UNIT, Sequences, require_granularity, sequences
 from phasewise.lens.replacement import longer, replacement
 from phasewise.lens.shape import CLOSE_UP, PowerLaw, power_law, shape_difference, unevenness
 from phasewise.lens.thresholds import SHAPES
@@ -158,7 +158,7 @@ def profile(
     with _progress(console or Console(quiet=True)) as progress:
         sittings = [_Sitting(name, split, longest, shuffle, seed, progress, stop) for name in names]
         for sitting in sittings:
-            sitting.load(opened)
+            sitting.load(opened, granularities)
         for sitting in sittings:
             try:
                 sitting.measure(granularities)
@@ -201,12 +201,14 @@ class _Sitting:
     seen: Profiled | None = None
     cut: bool = False
 
-    def load(self, opened: _Opened | None) -> None:
-        """Read the corpus, also as the model's tokens; what a model cannot take is refused before long work."""
+    def load(self, opened: _Opened | None, granularities: Sequence[str] | None) -> None:
+        """Read the corpus, also as the model's tokens; what cannot be measured is refused before long work."""
         self._go_on()
         with self._bar("reading", None):
             self.corpus = load(self.name)
             self.corpus.split(self.split)
+            for granularity in granularities or ():
+                require_granularity(self.corpus, granularity)
             if opened is None:
                 return
             view, corpus = opened.view, load(self.name, tokenizer=opened.view.tokenizer)
