@@ -17,11 +17,17 @@ from phasewise.record import record
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "results" / "test-gpu.json"
-SOURCES = ("src/phasewise/kernels/*.py", "src/phasewise/kernels/*.json", "src/phasewise/attention.py")
+SOURCES = (
+    "src/phasewise/kernels/*.py",
+    "src/phasewise/kernels/*.json",
+    "src/phasewise/encodings/*.py",
+    "src/phasewise/fused.py",
+    "src/phasewise/attention.py",
+)
 
 
 def sources_hash(root: Path = ROOT) -> str:
-    """sha256 of what runs on the GPU: names and contents of the kernels, their tables and attention.py."""
+    """sha256 of what runs on the GPU: names and contents of the kernels, their tables and what calls them."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in SOURCES for path in root.glob(pattern)):
         content = path.read_bytes()

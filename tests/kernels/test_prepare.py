@@ -8,6 +8,7 @@ from torch import Tensor
 
 prepare = pytest.importorskip("phasewise.kernels.prepare", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 
 

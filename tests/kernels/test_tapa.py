@@ -16,6 +16,7 @@ from phasewise.kernels import tapa, tapa_score  # noqa: E402
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if GPU else []
 HALF = torch.bfloat16 if GPU else torch.float16  # the interpreter's bfloat16 products are wrong
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if GPU else [])
 DEFAULTS = {"alpha": 0.1, "amplitude_dim": 16, "causal": True, "window": None}
