@@ -187,17 +187,21 @@ def test_unsupported_says_what_would_work():
             "queries": 64, "keys": 64, "causal": True}  # fmt: skip
     assert separable.unsupported("triton", **call) is None
     assert separable.unsupported("cudnn", **call) is None
+    assert separable.unsupported("cudnn", **{**call, "qk_width": 128, "capability": (10, 0)}) is None
     refused = {
         ("triton", "dtype", torch.float64): "float32, float16 and bfloat16",
         ("triton", "qk_width", 20): "multiples of 8",
         ("triton", "capability", (7, 5)): "8.0",
         ("cudnn", "keys", 65): "as many queries as keys",
+        ("cudnn", "capability", (10, 0)): "above 128 on compute capability 9.0 alone",
+        ("cudnn", "capability", (12, 0)): "above 128",
         ("cudnn", "window", 5): "no window",
         ("cudnn", "placed", True): "triton does",
         ("flash", "dtype", torch.float32): "float16 and bfloat16",
         ("flash", "qk_width", 512): "up to 256",
         ("flash", "device", "cpu"): "CUDA",
     }
+    assert "2 keys" in separable.unsupported("cudnn", **{**call, "queries": 1, "keys": 1})
     for (body, name, value), words in refused.items():
         assert words in separable.unsupported(body, **{**call, name: value})
 

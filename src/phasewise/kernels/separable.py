@@ -84,6 +84,10 @@ def unsupported(
         return f"cudnn counts causal places from the start, so it needs as many queries as keys, not {queries}, {keys}"
     if qk_width > 256 or v_width > 128:
         return f"cudnn takes widths up to 256 (q, k) and 128 (v), not {qk_width} and {v_width}"
+    if qk_width > 128 and capability != (9, 0):
+        return f"cudnn takes widths above 128 on compute capability 9.0 alone, not {qk_width} on {capability}"
+    if keys < 2:
+        return f"cudnn takes 2 keys or more, not {keys}"
     return None
 
 
