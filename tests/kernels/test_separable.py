@@ -120,6 +120,14 @@ def test_strides_do_not_matter():
     assert torch.equal(plain["k"], fused(case, inputs)["k"])
 
 
+def test_a_copy_has_the_strides_of_its_shape_where_there_is_one_row_or_head():
+    memory = torch.arange(121, dtype=torch.float16, device=DEVICE)
+    misaligned = memory[1:].as_strided((1, 1, 5, 24), (7, 3, 24, 1))
+    descriptor = tiles.describe(misaligned, 16, 32)
+    assert descriptor.strides == [120, 120, 24, 1]
+    assert torch.equal(descriptor.base, misaligned)
+
+
 def test_strides_of_angles_phase_and_slopes_do_not_matter():
     case = Case(17, 17, preparation="softplus", slopes=True)
     inputs = inputs_of(case)
@@ -214,5 +222,11 @@ def test_bad_arguments_raise():
         separable.attend(
             q, q, q, scale=1.0, causal=True, window=None, slopes=torch.ones(1, dtype=torch.float64)
         )
+    angle = torch.zeros(1, 4, 8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"phase must be float32, not torch\.bfloat16"):
+        separable.pope(
+            q, q, q, angle, angle, torch.zeros(1, 8, dtype=torch.bfloat16, device=DEVICE),
+            magnitude="relu", scale=1.0, causal=True, window=None,
+        )  # fmt: skip
     with pytest.raises(ValueError, match="float64"):
         separable.attend(q.double(), q.double(), q.double(), scale=1.0, causal=True, window=None)

@@ -241,7 +241,7 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     regular = x.stride(3) == 1 and all(s > 0 and s % width == 0 for s in strides)
     if not regular or x.data_ptr() % 16:
         x = torch.nn.functional.pad(x, (0, -x.shape[3] % width)).contiguous()
-        strides = [x.stride(0), x.stride(1), x.stride(2)]
+        strides = [x.shape[1:].numel(), x.shape[2:].numel(), x.shape[3]]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
 
 
