@@ -383,10 +383,13 @@ def test_unused_gradients_cost_nothing_and_alpha_may_be_a_tensor():
         ({"width": 264}, "at most 256 wide"),
         ({"amplitude_dim": 32}, "from 1 to 31"),
         ({"scale": -1.0}, "must be positive"),
+        ({"alpha": torch.tensor([0.1])}, r"no dimensions .* not torch.float32 \[1\]"),
+        ({"alpha": torch.tensor(0.1, dtype=torch.float64)}, "not torch.float64"),
+        ({"alpha": torch.tensor(0.1, device="meta")}, "on meta"),
     ],
 )
 def test_what_it_cannot_run_is_named(change, message):
-    options = DEFAULTS | {x: change[x] for x in change if x in ("amplitude_dim", "scale")}
+    options = DEFAULTS | {x: change[x] for x in change if x in ("amplitude_dim", "scale", "alpha")}
     tensors = inputs(3, **{x: change[x] for x in change if x in ("dtype", "width")})
     with pytest.raises(ValueError, match=message):
         tapa.attend(*tensors, **options)

@@ -136,6 +136,8 @@ def pope(
     """
     places = (q_index, q_segment, k_index, k_segment)
     angles = (q_angle, k_angle, phase)
+    if phase is not None and phase.dtype != torch.float32:
+        raise ValueError(f"phase must be float32, not {phase.dtype}")
     return _call(q, k, v, angles, places, slopes, magnitude, 1.0, scale, causal, window, body)
 
 

@@ -77,6 +77,11 @@ def attend(
         raise ValueError(f"scale must be positive, not {scale}")
     if not isinstance(alpha, Tensor):
         alpha = torch.full((), alpha, dtype=torch.float32, device=q.device)
+    elif alpha.dim() != 0 or alpha.dtype != torch.float32 or alpha.device != q.device:
+        raise ValueError(
+            f"a tensor alpha must be float32, of no dimensions and on {q.device}, "
+            f"not {alpha.dtype} {list(alpha.shape)} on {alpha.device}"
+        )
     unit = (2 * math.pi if two_pi else 1.0) * (q.shape[3] - amplitude_dim) ** -0.5
     return torch.ops.phasewise.tapa(
         q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim,
