@@ -4,7 +4,9 @@ Tensors are `[B, H, T, E]`, `[B, H / group, S, E]`, `[B, H / group, S, D]`; both
 stored place by place and the natural log-sum-exp `[B, H, T]`.
 """
 
-import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.tiles import EMPTY_LSE, launch_table
+
+_one_at_a_time = threading.Lock()
 
 
 def _flash_window(causal: bool, window: int | None) -> dict[str, int | None]:
@@ -26,24 +30,28 @@ def _tiles(kernel: str, qk: int, v: int) -> list[Any] | None:
     return next((row[kernel] for row in rows if (row["qk"], row["v"]) == (qk, v)), None)
 
 
-def _know_our_tiles(interface: ModuleType) -> None:
-    """Let flash-attn-4 look the backward tiles of unequal widths up in our table before its own.
+@contextmanager
+def _our_tiles(interface: ModuleType) -> Iterator[None]:
+    """For as long as this lasts, flash-attn-4 looks the backward tiles up in our table before its own.
 
     Its backward takes no tile arguments on Hopper, and its own choice for widths (128, 64) is that of (128, 128).
     """
-    theirs = interface._tile_size_bwd_sm90
-    if hasattr(theirs, "asks_phasewise"):
-        return
+    with _one_at_a_time:
+        theirs = interface._tile_size_bwd_sm90
 
-    @functools.wraps(theirs)
-    def ours(head_dim: int, head_dim_v: int, *rest: Any, **options: Any) -> Any:
-        tiles = _tiles("backward", head_dim, head_dim_v)
-        return (
-            theirs(head_dim, head_dim_v, *rest, **options) if tiles is None else interface.BwdConfig(*tiles)
-        )
+        def ours(head_dim: int, head_dim_v: int, *rest: Any, **options: Any) -> Any:
+            tiles = _tiles("backward", head_dim, head_dim_v)
+            return (
+                theirs(head_dim, head_dim_v, *rest, **options)
+                if tiles is None
+                else interface.BwdConfig(*tiles)
+            )
 
-    ours.asks_phasewise = True  # pyright: ignore[reportAttributeAccessIssue]
-    interface._tile_size_bwd_sm90 = ours
+        interface._tile_size_bwd_sm90 = ours
+        try:
+            yield
+        finally:
+            interface._tile_size_bwd_sm90 = theirs
 
 
 def flash_forward(
@@ -68,14 +76,14 @@ def flash_backward(
     """flash-attn-4's backward in its deterministic mode, which adds up dq in a fixed order."""
     from flash_attn.cute import interface
 
-    _know_our_tiles(interface)
     dq, dk, dv = into
-    interface._flash_attn_bwd(
-        *(x.transpose(1, 2) for x in (q, k, v, out, dout)), lse,
-        softmax_scale=scale, causal=causal, deterministic=True,
-        dq=dq.transpose(1, 2), dk=dk.transpose(1, 2), dv=dv.transpose(1, 2),
-        dlse=None if dlse is None else dlse.contiguous(), **_flash_window(causal, window),
-    )  # fmt: skip
+    with _our_tiles(interface):
+        interface._flash_attn_bwd(
+            *(x.transpose(1, 2) for x in (q, k, v, out, dout)), lse,
+            softmax_scale=scale, causal=causal, deterministic=True,
+            dq=dq.transpose(1, 2), dk=dk.transpose(1, 2), dv=dv.transpose(1, 2),
+            dlse=None if dlse is None else dlse.contiguous(), **_flash_window(causal, window),
+        )  # fmt: skip
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
