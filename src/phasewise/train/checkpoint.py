@@ -7,7 +7,7 @@ rename after everything is on the disk; the hash tells a damaged file, which tor
 import hashlib
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     temporary = folder / "checkpoint.partial"
     try:
         with temporary.open("wb") as file:
-            torch.save(asdict(checkpoint), file)
+            torch.save(vars(checkpoint), file)
             file.flush()
             os.fsync(file.fileno())
         path = folder / f"checkpoint-{checkpoint.step:08d}-{_digest(temporary)}.pt"
