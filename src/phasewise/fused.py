@@ -154,7 +154,7 @@ def _pope(call: Call, body: Body) -> tuple[Tensor, Tensor]:
         call.v,
         q_angle,
         k_angle,
-        encoding.delta(),
+        encoding.delta().float(),
         magnitude=encoding.config.magnitude,
         scale=_scale(call) * encoding.gain(rule),
         body=body,

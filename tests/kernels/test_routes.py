@@ -19,6 +19,7 @@ from phasewise import (
 from phasewise.fused import Hardware
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 HEADS, WIDTH = 2, 16
 YARN = YaRN(base=10_000.0, factor=4.0, original_length=16)
 LONG = LongRoPE(base=10_000.0, short_factor=(1.0,) * 8, long_factor=(2.0,) * 8, original_length=7, factor=2.0)

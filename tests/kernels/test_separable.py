@@ -13,6 +13,8 @@ from phasewise.kernels.library import separable as operator
 from phasewise.kernels.library import separable_backward
 from tests.kernels.separable_oracle import DEVICE, GPU, Case, call, fused, holds, inputs_of
 
+pytestmark = [pytest.mark.gpu] if GPU else []
+
 SMALL = [
     Case(17, 17),
     Case(1, 33, group=2),

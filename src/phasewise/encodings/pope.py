@@ -144,7 +144,9 @@ class PoPE(Spectral):
             turn = turn * gain
         return (self.magnitude(x).unsqueeze(-2) * turn).to(x.dtype).flatten(-2)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any
+    ) -> None:
         """Load phases that were saved in half precision as float32, also when they are assigned."""
         saved = state_dict.get(prefix + "phase")
         if saved is not None and saved.dtype in _HALVES:
