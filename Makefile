@@ -49,7 +49,7 @@ test-gpu: $(ready) ## the tests that need a GPU, recorded in results/test-gpu.js
 check: $(ready) ## format, lint, types, ranks, sizes, age of the GPU record
 	$(run) -m ruff format --check .
 	$(run) -m ruff check .
-	$(run) -m pyright
+	$(run) -m pyright --project pyproject.toml
 	$(run) -m pytest -q tests/test_ranks.py
 	$(run) -m tests.gpu_record check
 
