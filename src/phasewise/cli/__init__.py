@@ -1,0 +1,45 @@
+"""The command line: parsing only. What a command needs is imported when that command is given."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from phasewise.cli.compare import compare
+from phasewise.cli.inspect import inspect
+from phasewise.cli.profile import profile
+from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, leave, one_line
+
+COMMANDS = {"compare": compare, "profile": profile, "inspect": inspect}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns 0; 1 when its run failed; 2 for bad input; 130 when Ctrl-C stopped it."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has gone: what is still buffered goes nowhere, so that leaving is silent.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: phasewise COMMAND [OPTIONS]\n")
+        for command, function in COMMANDS.items():
+            print(f"  {command:10}{(function.__doc__ or '').splitlines()[0]}")
+        print("\nphasewise COMMAND --help lists a command's options.")
+        return 0
+    if name not in COMMANDS:
+        return leave(f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", BAD_INPUT)
+    try:
+        return COMMANDS[name](rest)
+    except BrokenPipeError:
+        raise
+    except (ValueError, OSError) as error:
+        return leave(one_line(error), BAD_INPUT)
+    except KeyboardInterrupt:
+        return leave("interrupted", INTERRUPTED)

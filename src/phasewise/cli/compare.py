@@ -1,0 +1,76 @@
+"""phasewise compare."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from typing import Annotated
+
+from phasewise.cli.terminal import FAILED, INTERRUPTED, fields, leave, print_whole
+
+COMPARE = """Train several encodings under one budget and evaluate each beyond the trained length.
+
+Writes a run folder: recipe.json, report.json, figure.svg, figure.png, and the metrics, checkpoints and
+evaluation of every training. Ctrl-C keeps what is done; --resume goes on."""
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Train several encodings under one budget and evaluate each beyond the trained length."""
+    import torch
+    import tyro
+    from rich.console import Console
+
+    from phasewise.interrupt import Interrupted
+    from phasewise.train.compare import compare
+    from phasewise.train.folder import Unwritten, read_begun
+    from phasewise.train.loop import Diverged
+    from phasewise.train.recipe import CompareRecipe
+    from phasewise.train.report import table
+
+    @dataclass(kw_only=True)
+    class Options:
+        out: Path
+        """Run folder: a new one, or with --resume the one to go on with."""
+        resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+        """Go on with the interrupted run in --out. Its other options need not be repeated."""
+        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+        """Print report.json on stdout instead of the table."""
+        figure: bool = True
+        """Draw figure.svg and figure.png, which needs matplotlib."""
+        device: str = "cuda" if torch.cuda.is_available() else "cpu"
+        """Where to train and evaluate: cpu | cuda | cuda:1."""
+
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--out", type=Path)
+    early.add_argument("--resume", action="store_true")
+    known, _ = early.parse_known_args(arguments)
+    default = read_begun(known.out).recipe if known.resume and known.out else CompareRecipe()
+    parsed = make_dataclass("Compare", fields(default), bases=(Options,), kw_only=True)
+    options = tyro.cli(parsed, prog="phasewise compare", args=arguments, description=COMPARE)
+    recipe = CompareRecipe(**{name: getattr(options, name) for name in CompareRecipe.model_fields})
+    remedy = f"everything done so far is kept; go on with: phasewise compare --out {options.out} --resume"
+    try:
+        comparison = compare(
+            recipe,
+            options.out,
+            resume=options.resume,
+            figure=options.figure,
+            device=options.device,
+            console=Console(stderr=True),
+        )
+    except Interrupted as error:
+        return leave(f"interrupted at {error}; {remedy}", INTERRUPTED)
+    except KeyboardInterrupt:
+        return leave(
+            f"interrupted; {remedy}" if (options.out / "recipe.json").exists() else "interrupted", INTERRUPTED
+        )
+    except Unwritten as error:
+        return leave(f"{error}; {remedy}", FAILED)
+    except Diverged as error:
+        return leave(str(error), FAILED)
+    if options.as_json:
+        print((options.out / "report.json").read_text(), end="")
+    else:
+        print_whole(table(comparison))
+        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    return 0

@@ -1,0 +1,105 @@
+"""phasewise inspect."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+from phasewise.cli.terminal import INTERRUPTED, leave
+
+INSPECT = """Measure which frequencies every layer and head of a checkpoint uses, on data.
+
+The checkpoint is a folder: a Hugging Face decoder with rotary positions, or a model of this library. With
+--out it also writes a report folder: report.json, report.html, and the figures. Ctrl-C keeps what is done,
+marked partial."""
+
+
+def inspect(arguments: Sequence[str]) -> int:
+    """Measure which frequencies every layer and head of a checkpoint uses, on data."""
+    import torch
+    import tyro
+    from rich.console import Console
+
+    from phasewise.data import load
+    from phasewise.interrupt import Interrupted, interruptible
+    from phasewise.lens.capture import open_checkpoint, tokenizer_of
+    from phasewise.lens.inspect import Request, inspect
+    from phasewise.lens.report import check_folder, write_json, write_report
+    from phasewise.lens.show import figures, summary, table
+
+    @dataclass(kw_only=True)
+    class Options:
+        checkpoint: tyro.conf.Positional[Path]
+        """Folder of the checkpoint."""
+        data: str = "austen"
+        """Corpus to read: austen | chorales | jsb:PATH | text:PATH | genome:PATH | indirect-indexing."""
+        tokenizer: str | None = None
+        """Of text: bytes | bpe:SIZE | PATH of a tokenizer.json. None: the checkpoint's own, or else bytes."""
+        split: str = Request.split
+        """Part of the corpus: train | validation | test."""
+        tokens: int = Request.tokens
+        """How many tokens to read, from the start of the split."""
+        context: int | None = Request.context
+        """Tokens at a time. None: the trained length, at most 2048."""
+        length: int | None = Request.wanted_length
+        """Length wanted: turns of each frequency within it are reported beside those in the trained one."""
+        queries: int = Request.queries
+        """Queries of each row whose attention weights a third form of the energy; 0 leaves it out."""
+        trained_length: int | None = None
+        """Tokens a model of this library was trained at; its folder does not say."""
+        dtype: str | None = None
+        """Read in float32 | bfloat16 | float16. None: as stored."""
+        device: str = "cuda" if torch.cuda.is_available() else "cpu"
+        """Where to run the model: cpu | cuda | cuda:1."""
+        out: Path | None = None
+        """Report folder: a new one. None: only the table."""
+        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+        """Print report.json on stdout instead of the table."""
+
+    options = tyro.cli(Options, prog="phasewise inspect", args=arguments, description=INSPECT)
+    if options.out is not None:
+        check_folder(options.out)
+    request = Request(
+        split=options.split,
+        tokens=options.tokens,
+        context=options.context,
+        wanted_length=options.length,
+        queries=options.queries,
+    )
+    reader = open_checkpoint(
+        options.checkpoint,
+        dtype=options.dtype,
+        trained_length=options.trained_length,
+        device=options.device,
+    )
+    tokenizer = options.tokenizer or tokenizer_of(options.checkpoint, options.data)
+    corpus = load(options.data, tokenizer=tokenizer)
+    recipe = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    try:
+        with interruptible() as stop:
+            found = inspect(reader, corpus, request, console=Console(stderr=True), stop=stop)
+            if options.out is not None:
+                write_report(
+                    options.out,
+                    kind="inspect",
+                    title=f"Frequencies of {options.checkpoint.resolve().name}",
+                    values=found,
+                    charts=figures(found),
+                    recipe=recipe,
+                    summary=summary(found),
+                    partial=found.partial,
+                    device=options.device,
+                )
+    except Interrupted as error:
+        return leave(str(error), INTERRUPTED)
+    if options.as_json:
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "report.json")
+            write_json(path, kind="inspect", values=found, recipe=recipe, device=options.device)
+            print(path.read_text(), end="")
+    else:
+        Console().print(table(found))
+    if options.out is not None and not options.as_json:
+        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    return 0 if found.partial is None else leave(found.partial, INTERRUPTED)

@@ -1,0 +1,91 @@
+"""phasewise profile."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from phasewise.cli.terminal import INTERRUPTED, leave
+
+PROFILE = """Measure how far back the tokens of corpora depend on each other, at several granularities.
+
+Writes a report folder: report.json, report.html, and the figures. Ctrl-C keeps what is done, marked partial."""
+
+
+def profile(arguments: Sequence[str]) -> int:
+    """Measure how far back the tokens of corpora depend on each other, at several granularities."""
+    import tyro
+    from rich.console import Console
+
+    from phasewise.interrupt import Interrupted, interruptible
+    from phasewise.lens.dependency import Shuffle
+    from phasewise.lens.profile import ModelView, profile
+    from phasewise.lens.profile_report import figures, summary, table
+    from phasewise.lens.report import check_folder, write_report
+
+    @dataclass(kw_only=True)
+    class Options:
+        data: tyro.conf.Positional[tuple[str, ...]]
+        """Corpora: austen | chorales | jsb:PATH | text:PATH | genome:PATH | indirect-indexing."""
+        out: Path
+        """Report folder: a new one."""
+        granularities: tuple[str, ...] = ()
+        """Of text bytes words bpe:SIZE, of music notes steps, of genomes bases kmers:K; none given: several."""
+        split: str = "train"
+        """Part of each corpus: train | validation | test."""
+        longest: int | None = None
+        """Longest distance, in characters, notes or bases; None: as far as half of the pairs go, 16384 at most."""
+        shuffle: Shuffle = "document"
+        """Baseline: tokens shuffled within each document, or over the whole corpus."""
+        checkpoint: Path | None = None
+        """Folder of a model whose use of each distance to measure too."""
+        tokenizer: str = "bytes"
+        """Tokens of the checkpoint: bytes | bpe:SIZE | PATH of a tokenizer.json."""
+        context: int = 256
+        """Tokens the checkpoint is shown."""
+        seed: int = 0
+        """Of shuffling, and of places replaced for the checkpoint."""
+        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+        """Print report.json on stdout instead of the table."""
+
+    options = tyro.cli(Options, prog="phasewise profile", args=arguments, description=PROFILE)
+    check_folder(options.out)
+    view = None
+    if options.checkpoint is not None:
+        view = ModelView(str(options.checkpoint), tokenizer=options.tokenizer, context=options.context)
+    recipe = {
+        name: value for name, value in vars(options).items() if name not in ("out", "as_json", "checkpoint")
+    }
+    try:
+        with interruptible() as stop:
+            found = profile(
+                options.data,
+                granularities=options.granularities,
+                split=options.split,
+                longest=options.longest,
+                shuffle=options.shuffle,
+                model=view,
+                seed=options.seed,
+                console=Console(stderr=True),
+                stop=stop,
+            )
+            write_report(
+                options.out,
+                kind="profile",
+                title="Dependency against distance",
+                values=found,
+                charts=figures(found),
+                recipe={**recipe, "checkpoint": view and view.checkpoint},
+                summary=summary(found),
+                partial=found.partial,
+            )
+    except Interrupted as error:
+        return leave(str(error), INTERRUPTED)
+    if options.as_json:
+        print((options.out / "report.json").read_text(), end="")
+    else:
+        Console().print(table(found))
+        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    if found.partial:
+        return leave(f"{found.partial}; what was done is in {options.out}", INTERRUPTED)
+    return 0
