@@ -1,5 +1,15 @@
-"""What a model loses, by length and by position."""
+"""What a model loses, by length and by position, and whether it finds what it was told far back."""
 
 from phasewise.evaluate.loss import Measurement, PositionLoss, measure
+from phasewise.evaluate.retrieval import Needle, Retrieval, RetrievalCell, passkeys, retrieve
 
-__all__ = ["Measurement", "PositionLoss", "measure"]
+__all__ = [
+    "Measurement",
+    "Needle",
+    "PositionLoss",
+    "Retrieval",
+    "RetrievalCell",
+    "measure",
+    "passkeys",
+    "retrieve",
+]

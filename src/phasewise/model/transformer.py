@@ -13,6 +13,7 @@ from phasewise.attention import Implementation, attention
 from phasewise.frequencies import AnyFrequencies
 from phasewise.model.cache import Cache
 from phasewise.model.config import ModelConfig
+from phasewise.model.parallel import Sharding
 from phasewise.positions import Positions
 
 INIT_STD = 0.02
@@ -52,31 +53,52 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         keep: int | None = None,
         impl: Implementation = "auto",
+        sharding: Sharding | None = None,
     ) -> Tensor:
         """The logits [B, T, V] of the token after each of `tokens` [B, T].
 
         at: the places of the tokens; without them, 0, 1, 2, .. in every row, or on from the cache's last.
         cache: past keys and values, to which these tokens' are appended (not under autograd).
         keep: give logits for the last `keep` tokens alone. impl: see `phasewise.attention.attention`.
+        sharding: `tokens` and `at` are what this process holds of rows that several processes share.
 
         Raises ValueError when shapes do not fit, or when `impl` cannot serve one of the layers.
         """
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must be [B, T], but have shape {tuple(tokens.shape)}; use tokens[None]")
-        if at is not None and at.length != tokens.shape[1]:
-            raise ValueError(f"{tokens.shape[1]} tokens have {at.length} places; give one place per token")
         if keep is not None and keep < 1:
             raise ValueError(
                 f"keep is the number of last tokens to give logits for, at least 1, but is {keep}"
             )
+        x = self.hidden(tokens, at=at, cache=cache, impl=impl)
+        return self.logits(x if keep is None else x[:, -keep:])
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        at: Positions | None = None,
+        cache: Cache | None = None,
+        impl: Implementation = "auto",
+    ) -> Tensor:
+        """What the head reads, [B, T, W]: `logits(hidden(tokens))` is `self(tokens)`, and may go in slices."""
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be [B, T], but have shape {tuple(tokens.shape)}; use tokens[None]")
+        if at is not None and at.length != tokens.shape[1]:
+            raise ValueError(f"{tokens.shape[1]} tokens have {at.length} places; give one place per token")
+        if sharding is not None and cache is not None:
+            raise ValueError("rows that several processes share are not cached; leave out cache or sharding")
         q_at, k_at = (at, at) if cache is None else cache.places(at, tokens)
+        if sharding is not None and at is not None:
+            k_at = sharding.places(at)
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
-            x = block(x, q_at, k_at, cache, impl)
+            x = block(x, q_at, k_at, cache, impl, sharding)
         if cache is not None:
             cache.advance(tokens.shape[1])
-        x = self.norm(x if keep is None else x[:, -keep:])
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's logits [B, T, V] of `hidden` [B, T, W]."""
+        return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
 
     @property
     def parameter_count(self) -> int:
@@ -117,8 +139,9 @@ class Block(nn.Module):
         k_at: Positions | None,
         cache: Cache | None,
         impl: Implementation,
+        sharding: Sharding | None,
     ) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), q_at, k_at, cache, impl))
+        x = x + self.dropout(self.attention(self.attention_norm(x), q_at, k_at, cache, impl, sharding))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
@@ -153,13 +176,15 @@ class Attention(nn.Module):
         k_at: Positions | None,
         cache: Cache | None,
         impl: Implementation,
+        sharding: Sharding | None,
     ) -> Tensor:
         q = self.query_norm(self._heads(self.query(x)))
         k = self.key_norm(self._heads(self.key(x)))
         v = self._heads(self.value(x))
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        out = attention(q, k, v, self.encoding, q_at=q_at, k_at=k_at, window=self.window, impl=impl)
+        attend = attention if sharding is None else sharding.attend
+        out = attend(q, k, v, self.encoding, q_at=q_at, k_at=k_at, window=self.window, impl=impl)
         return self.output(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
