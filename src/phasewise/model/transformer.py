@@ -68,7 +68,7 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"keep is the number of last tokens to give logits for, at least 1, but is {keep}"
             )
-        x = self.hidden(tokens, at=at, cache=cache, impl=impl)
+        x = self.hidden(tokens, at=at, cache=cache, impl=impl, sharding=sharding)
         return self.logits(x if keep is None else x[:, -keep:])
 
     def hidden(
@@ -78,6 +78,7 @@ class Transformer(nn.Module):
         at: Positions | None = None,
         cache: Cache | None = None,
         impl: Implementation = "auto",
+        sharding: Sharding | None = None,
     ) -> Tensor:
         """What the head reads, [B, T, W]: `logits(hidden(tokens))` is `self(tokens)`, and may go in slices."""
         if tokens.ndim != 2:

@@ -1,0 +1,222 @@
+"""One sequence over several processes: each holds some of its tokens, and gathers the keys and values of all.
+
+Letters: B rows, Hq and Hkv query and key heads, T places of this process, S places of all, D head dim.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+
+from phasewise.attention import Implementation, attention
+from phasewise.encodings.base import Encoding
+from phasewise.positions import Positions
+
+Order = Literal["zigzag", "contiguous"]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Context parallelism: which places of a row this process holds, and attention over the places of all.
+
+    Keys and values are gathered as they are cached, before the encoding, so every encoding and rule is served
+    alike. Given places travel with the tokens; without any, each chunk of queries is the end of a run of keys,
+    which the fastest kernels take.
+
+    group: the processes that share each row. order: "zigzag" cuts a row into 2n chunks and gives process r
+    the chunks r and 2n - 1 - r, so that all have as much to attend to under a causal mask; "contiguous" gives
+    process r the r-th of n.
+    regather: keep this process's keys and values for the backward pass and gather the rest again, so that only
+    one layer's are ever whole; False where blocks are checkpointed, which gathers them again anyway.
+
+    Raises ValueError for an unknown order, and in a process that is not of the group.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> sharding = Sharding.over(dist.init_device_mesh("cpu", (1,), mesh_dim_names=("context",)))
+    >>> sharding.split(torch.arange(4)[None]), sharding.chunks
+    (tensor([[0, 1, 2, 3]]), (0, 1))
+    >>> dist.destroy_process_group()
+    """
+
+    group: dist.ProcessGroup
+    order: Order = "zigzag"
+    regather: bool = True
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(Order):
+            raise ValueError(f"unknown order {self.order!r}; choose from {', '.join(get_args(Order))}")
+        if self.rank < 0:
+            raise ValueError("this process is not of the group; give a group that it belongs to")
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh, axis: str = "context", **settings: Any) -> Sharding:
+        """Sharding along an axis of a device mesh; ValueError when the mesh has no axis of that name."""
+        names = mesh.mesh_dim_names or ()
+        if axis not in names:
+            raise ValueError(f"the mesh has no axis {axis!r}; it has {', '.join(names) or 'no named axes'}")
+        return cls(mesh.get_group(axis), **settings)
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """How many processes share a row."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks of a row that this process holds, in the order it holds them."""
+        return self._chunks_of(self.rank)
+
+    @overload
+    def split(self, whole: Tensor, *, dim: int = 1) -> Tensor: ...
+    @overload
+    def split(self, whole: Positions) -> Positions: ...
+    def split(self, whole: Tensor | Positions, *, dim: int = 1) -> Tensor | Positions:
+        """What this process holds of tokens, targets or places of whole rows.
+
+        Raises ValueError when their number does not divide into as many chunks as the order needs.
+        """
+        if isinstance(whole, Positions):
+            return Positions(self.split(whole.index), self.split(whole.segment))
+        count, length = self.size * len(self.chunks), whole.shape[dim]
+        if length % count:
+            raise ValueError(
+                f"{length} places do not divide into {count} chunks, {len(self.chunks)} for each of "
+                f"{self.size} processes; use a multiple of {count}, as {max(length // count, 1) * count}"
+            )
+        width = length // count
+        return torch.cat([whole.narrow(dim, chunk * width, width) for chunk in self.chunks], dim)
+
+    def places(self, at: Positions) -> Positions:
+        """The places of whole rows, of which this process holds `at`."""
+        return Positions(self.gather(at.index, dim=1), self.gather(at.segment, dim=1))
+
+    @torch.compiler.disable()
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        encoding: Encoding,
+        *,
+        q_at: Positions | None,
+        k_at: Positions | None,
+        window: int | None,
+        impl: Implementation,
+    ) -> Tensor:
+        """Causal attention of this process's queries to the keys of all: [B, Hq, T, D].
+
+        q [B, Hq, T, D], k and v [B, Hkv, T, D]: this process's. q_at: their places, and k_at those of whole
+        rows; both None when a row is S places from 0. Every process of the group must call this in turn, also
+        for the backward pass. Raises ValueError where `attention` would.
+        """
+        held = _Held(self, k.detach(), v.detach())
+        keys, values = _Gather.apply(k, v, held)
+        with saved_tensors_hooks(held.pack, held.unpack) if self.regather else nullcontext():
+            if q_at is not None:
+                out = attention(q, keys, values, encoding, q_at=q_at, k_at=k_at, window=window, impl=impl)
+            else:
+                parts = []
+                for part, chunk in zip(q.chunk(len(self.chunks), 2), self.chunks, strict=True):
+                    end = (chunk + 1) * part.shape[2]
+                    parts.append(
+                        attention(
+                            part, keys[:, :, :end], values[:, :, :end], encoding, window=window, impl=impl
+                        )
+                    )
+                out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        held.drop()
+        return out
+
+    def gather(self, part: Tensor, *, dim: int) -> Tensor:
+        """What all processes hold along `dim`, in the order of the row."""
+        first = part.movedim(dim, 0).contiguous()
+        whole = first.new_empty(self.size * len(first), *first.shape[1:])
+        dist.all_gather_into_tensor(whole, first, group=self.group)
+        return self._reordered(whole, self._held_at()).movedim(0, dim)
+
+    def reduce(self, whole: Tensor, *, dim: int) -> Tensor:
+        """This process's part of the sum of all processes' `whole`, added in float32 or wider, in fixed order."""
+        sent = self._reordered(whole.movedim(dim, 0), self._row_order()).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        wide = torch.promote_types(whole.dtype, torch.float32)
+        return received.unflatten(0, (self.size, -1)).sum(0, dtype=wide).to(whole.dtype).movedim(0, dim)
+
+    def _chunks_of(self, rank: int) -> tuple[int, ...]:
+        return (rank, 2 * self.size - 1 - rank) if self.order == "zigzag" else (rank,)
+
+    def _row_order(self) -> list[int]:
+        """The chunks of a row as the processes hold them, one process after the other."""
+        return [chunk for rank in range(self.size) for chunk in self._chunks_of(rank)]
+
+    def _held_at(self) -> list[int]:
+        """Where among these the chunks 0, 1, 2, .. of a row are."""
+        order = self._row_order()
+        return sorted(range(len(order)), key=order.__getitem__)
+
+    def _reordered(self, places: Tensor, order: list[int]) -> Tensor:
+        """The chunks along the first dimension in another order; the tensor itself where that is the same."""
+        if order == sorted(order):
+            return places
+        chunks = places.unflatten(0, (len(order), -1))
+        return chunks.index_select(0, torch.tensor(order, device=places.device)).flatten(0, 1)
+
+
+class _Held:
+    """A layer's keys and values: this process's, and those of all for as long as they are needed."""
+
+    def __init__(self, sharding: Sharding, k: Tensor, v: Tensor) -> None:
+        self.sharding = sharding
+        self.local = k, v
+        self.whole: tuple[Tensor, Tensor] | None = None
+
+    def get(self) -> tuple[Tensor, Tensor]:
+        if self.whole is None:
+            k, v = (self.sharding.gather(x, dim=2) for x in self.local)
+            self.whole = k, v
+        return self.whole
+
+    def drop(self) -> None:
+        self.whole = None
+
+    def pack(self, saved: Tensor) -> Any:
+        """What to keep of a tensor saved for the backward pass: of gathered ones only which part they are."""
+        storage = saved.untyped_storage().data_ptr()
+        for number, whole in enumerate(self.get()):
+            if whole.untyped_storage().data_ptr() == storage:
+                return number, saved.shape, saved.stride(), saved.storage_offset()
+        return saved.detach()
+
+    def unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        number, shape, stride, offset = kept
+        return self.get()[number].as_strided(shape, stride, offset)
+
+
+class _Gather(torch.autograd.Function):
+    """The keys and values of all processes; backward, the sum of what all want of this process's."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, held: _Held) -> tuple[Tensor, Tensor]:
+        ctx.held = held
+        keys, values = held.get()
+        return keys.view_as(keys), values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.held.drop()
+        dk, dv = (ctx.held.sharding.reduce(gradient, dim=2) for gradient in gradients)
+        return dk, dv, None
