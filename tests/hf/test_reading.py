@@ -147,3 +147,18 @@ def test_what_a_layer_computes_is_let_go_before_the_next_one_is_read(name):
         gc.enable()
     assert alive == [[], [False, False]]
     assert [reference() for reference in held] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "name", ["llama, yarn", "gemma3", "phi", "gptj (interleaved, partial, sin before cos)"]
+)
+def test_rotations_at_any_places_are_angles_of_the_rates_read(name):
+    places = torch.tensor([0, 1, 7, 200])
+    for rotation in HFReader(tiny(name)).rotations(places):
+        encoding = rotation.layer.encoding
+        rates = encoding.frequencies.rates(encoding.channels)
+        angle = places[:, None] * rates
+        factor = encoding.frequencies.attention_factor(encoding.channels)
+        torch.testing.assert_close(rotation.cos, factor * angle.cos(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(rotation.sin, factor * angle.sin(), atol=1e-4, rtol=0)
+        assert rotation.half_split == ("interleaved" not in name)

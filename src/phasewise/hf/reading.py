@@ -97,6 +97,47 @@ class HFReader(Reader):
                 f"architecture is not read; read are {', '.join(FAMILIES)} and what is built like them"
             )
 
+    @torch.no_grad()
+    def rotations(self, index: Tensor) -> list["Rotation"]:
+        """What each layer turns its pairs by when it serves places `index` int64 [T], the first of them 0.
+
+        Raises ValueError as `read`.
+        """
+        index = index.to(self.model.device)
+        if not self._turnings:
+            self.read(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), lambda *_read: None)
+        found: list[Rotation] = []
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = _Call.of(module, args, kwargs)
+            if call is not None:
+                turning = self._turnings[module]
+                cos, sin = (x[0][:, list(turning.entries)].double().cpu() for x in (call.cos, call.sin))
+                found.append(Rotation(turning.layer, cos, sin, half_split=turning.half_split))
+
+        with ExitStack() as hooks:
+            for module in _takers(self.model):
+                handle = module.register_forward_pre_hook(before, with_kwargs=True)
+                hooks.callback(handle.remove)
+            tokens, seen = torch.zeros_like(index)[None], torch.ones_like(index)[None]
+            self.model.base_model(
+                input_ids=tokens, attention_mask=seen, position_ids=index[None], use_cache=False
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin float64 [T, pairs] that a layer is given at some places, in the order of its pairs' rates.
+
+    half_split: whether channel c turns with channel c + pairs; else the pairs are neighbours.
+    """
+
+    layer: Layer
+    cos: Tensor
+    sin: Tensor
+    half_split: bool
+
 
 def trained_length(config: Any) -> int | None:
     """Tokens a model was trained to attend over: the original length where its rope parameters name one."""
@@ -179,10 +220,14 @@ class _Turning:
 
     layer: Layer
     order: Tensor
+    entries: tuple[int, ...]
+
+    @property
+    def half_split(self) -> bool:
+        return torch.equal(self.order, torch.arange(len(self.order)))
 
     def ordered(self, x: Tensor) -> Tensor:
-        in_order = torch.equal(self.order, torch.arange(len(self.order)))
-        return x if in_order else x.index_select(-1, self.order.to(x.device))
+        return x if self.half_split else x.index_select(-1, self.order.to(x.device))
 
 
 def _turning(call: _Call, family: str) -> _Turning:
@@ -197,7 +242,7 @@ def _turning(call: _Call, family: str) -> _Turning:
     channels = [torch.cat([answer.q, answer.k], 1).flatten(0, 2) for answer in (still, quarter, counting)]
     pairs, passing = _pairs(channels[0].float(), channels[1].float(), family)
     if len(passing) == still.q.shape[-1]:
-        rates, factor = (), 1.0
+        rates, factor, entries = (), 1.0, []
     else:
         all_rates, factor = _rates(call.cos[0], call.sin[0])
         entries = _entries(channels[0].double(), channels[2].double(), pairs)
@@ -210,7 +255,7 @@ def _turning(call: _Call, family: str) -> _Turning:
         window=still.options.get("sliding_window"),
         softcap=still.options.get("softcap"),
     )
-    return _Turning(layer, torch.tensor(order))
+    return _Turning(layer, torch.tensor(order), tuple(entries))
 
 
 def _pairs(still: Tensor, quarter: Tensor, family: str) -> tuple[list[tuple[int, int]], list[int]]:
