@@ -1,6 +1,8 @@
-"""A device as the user names it, found to be there or refused in one sentence."""
+"""A device and a dtype as the user names them, found to be there or refused in one sentence."""
 
 import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def usable(device: torch.device | str) -> torch.device:
@@ -18,3 +20,14 @@ def usable(device: torch.device | str) -> torch.device:
         raise ValueError(
             f"device {str(device)!r} cannot be used here ({reason}): use cpu, or one there is"
         ) from error
+
+
+def floating(name: str | None) -> torch.dtype | None:
+    """The dtype of that name, or None for None. Raises ValueError for a name that is none of the three.
+
+    >>> floating("bfloat16")
+    torch.bfloat16
+    """
+    if name is not None and name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}; choose from {', '.join(DTYPES)}")
+    return None if name is None else DTYPES[name]

@@ -1,8 +1,10 @@
 """A Hugging Face decoder from a local folder: whole, finite, or refused in one sentence. Never from a hub."""
 
 import json
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,28 @@ WHOLE = ("model.safetensors", "pytorch_model.bin")
 INDEXES = tuple(f"{name}.index.json" for name in WHOLE)
 
 
-def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> PreTrainedModel:
+def load(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    adapt: Callable[[Any], None] = lambda config: None,
+) -> PreTrainedModel:
     """The decoder in `folder`, in the dtype it is stored in unless `dtype` names another, for evaluation.
+
+    The folder holds config.json and weights, or one .gguf file, whose weights are dequantised.
+    adapt: changes the config before the model is built.
 
     Raises ValueError, naming what is wrong, for a folder without config.json or weights, a shard or tensor
     that is missing or of another shape, an architecture that transformers lacks, one that is no decoder, and
     weights that are not finite.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; give the folder of a checkpoint")
-    config = _config(folder)
-    _require_weights(folder)
+    source = _source(folder)
+    config = _config(folder, source)
+    if not source:
+        _require_weights(folder)
+    adapt(config)
     with _quiet():
         try:
             both: Any = AutoModelForCausalLM.from_pretrained(
@@ -36,6 +48,7 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str = 
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **source,
             )
         except (SafetensorError, RuntimeError) as error:
             raise ValueError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
@@ -58,10 +71,27 @@ def load(folder: str | Path, *, dtype: torch.dtype | None = None, device: str = 
     return model.to(device).eval()
 
 
-def _config(folder: Path) -> Any:
+def _source(folder: Path) -> dict[str, str]:
+    """What tells transformers to read a .gguf file; nothing where there is a config.json."""
+    if (folder / "config.json").is_file():
+        return {}
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if not files:
+        raise ValueError(f"{folder} has no config.json; give the folder of a checkpoint")
+    if len(files) > 1:
+        raise ValueError(f"{folder} has {len(files)} .gguf files ({', '.join(files)}); keep one in a folder")
+    if find_spec("gguf") is None:
+        raise ValueError(f"{files[0]} needs gguf: pip install 'phasewise[hf]'")
+    return {"gguf_file": files[0]}
+
+
+def _config(folder: Path, source: dict[str, str]) -> Any:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, **source)
+    except (ValueError, KeyError, OSError, struct.error) as error:
+        if source:
+            name = source["gguf_file"]
+            raise ValueError(f"{folder / name} cannot be read: {_first_line(error)}") from error
         try:
             family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as broken:

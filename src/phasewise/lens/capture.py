@@ -1,15 +1,13 @@
 """A checkpoint on disk, Hugging Face's or of this library, as something that can be read."""
 
-import json
 from pathlib import Path
 
 import torch
 
-from phasewise.device import usable
+from phasewise.device import floating, usable
+from phasewise.hf.language_model import is_hugging_face
 from phasewise.model import folder as own
 from phasewise.model.reading import Reader, TransformerReader
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def open_checkpoint(
@@ -29,12 +27,11 @@ def open_checkpoint(
     """
     folder = Path(folder)
     usable(device)
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}")
+    precision = floating(dtype)
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}; give the folder of a checkpoint")
-    if not _is_hugging_face(folder):
-        return _own(folder, dtype, trained_length, device)
+    if not is_hugging_face(folder):
+        return _own(folder, precision, trained_length, device)
     if trained_length is not None:
         raise ValueError("a Hugging Face config has its trained length; leave trained_length out")
     try:
@@ -44,7 +41,7 @@ def open_checkpoint(
         raise ValueError(
             f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
         ) from error
-    return HFReader(load(folder, dtype=None if dtype is None else DTYPES[dtype], device=device))
+    return HFReader(load(folder, dtype=precision, device=device))
 
 
 def tokenizer_of(folder: str | Path, data: str) -> str:
@@ -54,22 +51,13 @@ def tokenizer_of(folder: str | Path, data: str) -> str:
     return str(own_tokenizer) if is_text and own_tokenizer.is_file() else "bytes"
 
 
-def _own(folder: Path, dtype: str | None, trained_length: int | None, device: str) -> TransformerReader:
+def _own(
+    folder: Path, dtype: torch.dtype | None, trained_length: int | None, device: str
+) -> TransformerReader:
     model = own.load(folder, device=device)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken")
     if dtype is not None:
-        model.to(DTYPES[dtype])
+        model.to(dtype)
     return TransformerReader(model, trained_length=trained_length)
-
-
-def _is_hugging_face(folder: Path) -> bool:
-    config = folder / own.CONFIG
-    if not config.is_file():
-        raise ValueError(f"{folder} has no {own.CONFIG}; give the folder of a checkpoint")
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{config} is not JSON: {error}") from error
-    return isinstance(content, dict) and "model_type" in content

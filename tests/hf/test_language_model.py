@@ -1,0 +1,153 @@
+import pytest
+import torch
+
+from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
+from phasewise.frequencies import NTK, DynamicYaRN, Explicit, Geometric, Linear, Llama3, YaRN
+from phasewise.hf.language_model import listed, open_language_model
+from phasewise.model import ModelConfig, Transformer, folder, rescaled
+from phasewise.positions import Positions
+from tests.hf.tiny import tiny
+
+transformers = pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
+
+from phasewise.hf.reading import HFReader  # noqa: E402
+
+TOKENS = torch.arange(3, 43)[None] % 64
+RULES = [
+    Linear(base=1e4, factor=4.0),
+    NTK(base=1e4, factor=4.0),
+    YaRN(base=1e4, factor=4.0, original_length=256),
+    Llama3(base=1e4, factor=4.0, original_length=256),
+    Explicit(values=[0.9, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001], attention=1.1),
+]
+
+
+def saved(name, path):
+    model = tiny(name)
+    model.save_pretrained(path)
+    return model
+
+
+def own(path, encoding):
+    config = ModelConfig(vocab_size=64, width=32, layers=2, heads=2, encoding=encoding)
+    torch.manual_seed(0)
+    model = Transformer(config)
+    folder.save(model, path)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi", "gpt_neox"])
+def test_checkpoint_of_transformers_gives_the_logits_of_transformers(name, tmp_path):
+    expected = saved(name, tmp_path)(TOKENS).logits
+    model = open_language_model(tmp_path)
+    assert torch.equal(model(TOKENS), expected)
+    assert torch.allclose(model(TOKENS, keep=3), expected[:, -3:], atol=1e-5)
+    assert (model.config.vocab_size, model.config.trained_length) == (64, 256)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
+def test_layers_of_a_decoder_turn_at_the_rates_of_the_rule_it_is_served_with(rule, tmp_path):
+    saved("llama", tmp_path)
+    model = open_language_model(tmp_path, rule=rule)
+    layers = []
+    HFReader(model.network).read(TOKENS, lambda layer, *_: layers.append(layer))
+    assert len(layers) == 2
+    for layer in layers:
+        served = layer.encoding.frequencies
+        assert torch.allclose(served.rates(8), rule.rates(8), rtol=1e-5)
+        assert served.attention_factor(8) == pytest.approx(rule.attention_factor(8), rel=1e-6)
+
+
+def test_windowed_layers_keep_their_rates_when_a_rule_is_served(tmp_path):
+    saved("gemma3", tmp_path)
+    model = open_language_model(tmp_path, rule=Linear(base=1e6, factor=16.0))
+    rates = []
+    HFReader(model.network).read(TOKENS, lambda layer, *_: rates.append(layer.encoding.frequencies.rates(16)))
+    assert torch.allclose(rates[0], Geometric(base=1e4).rates(16), rtol=1e-5)
+    assert torch.allclose(rates[1], Geometric(base=1e6).rates(16) / 16, rtol=1e-5)
+    assert model.frequencies == Linear(base=1e6, factor=16.0)
+
+
+def test_partial_rotation_stays_partial_when_a_rule_is_served(tmp_path):
+    saved("phi", tmp_path)
+    model = open_language_model(tmp_path, rule=Linear(base=1e4, factor=2.0))
+    layers = []
+    HFReader(model.network).read(TOKENS, lambda layer, *_: layers.append(layer.encoding))
+    assert [(layer.channels, layer.head_dim) for layer in layers] == [(4, 16), (4, 16)]
+
+
+@pytest.mark.parametrize("encoding", [RoPEConfig(), PoPEConfig()], ids=lambda config: config.kind)
+def test_model_of_ours_is_the_rescaled_model(encoding, tmp_path):
+    model, rule = own(tmp_path, encoding), Linear(base=1e4, factor=4.0)
+    assert torch.equal(open_language_model(tmp_path)(TOKENS), model.eval()(TOKENS))
+    served = open_language_model(tmp_path, rule=rule)
+    assert torch.equal(served(TOKENS), rescaled(model, rule)(TOKENS))
+    assert served.frequencies == rule
+
+
+@pytest.mark.parametrize("name", ["llama", "ours"])
+def test_padding_on_either_side_changes_no_logits(name, tmp_path):
+    if name == "ours":
+        own(tmp_path, RoPEConfig())
+    else:
+        saved(name, tmp_path)
+    model = open_language_model(tmp_path)
+    alone = model(TOKENS)
+    for mask in (torch.arange(50) < 40, torch.arange(50) >= 10):
+        padded = torch.zeros(1, 50, dtype=torch.int64)
+        padded[:, mask] = TOKENS
+        logits = model(padded, at=Positions.padded(mask[None]))
+        assert torch.allclose(logits[:, mask], alone, atol=2e-5)
+
+
+def test_precision_is_the_one_asked_for(tmp_path):
+    saved("llama", tmp_path)
+    assert open_language_model(tmp_path, dtype="bfloat16")(TOKENS).dtype == torch.bfloat16
+
+
+def test_listed_rates_are_the_same_rates():
+    rule = Explicit(values=[0.9, 0.5, 0.01], attention=1.2)
+    assert torch.allclose(listed(rule, original_length=64).at(100, 3).rates(3), rule.rates(3), rtol=1e-12)
+    assert listed(rule, original_length=64).attention_factor(3, length=9) == 1.2
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (lambda path: None, {}, "no config.json"),
+        (lambda path: saved("llama", path), {"dtype": "int8"}, "unknown dtype 'int8'"),
+        (lambda path: saved("llama", path), {"device": "cuda:99"}, "cannot be used here"),
+        (
+            lambda path: saved("llama", path),
+            {"rule": Explicit(values=[1.0, 0.5])},
+            "lists 2 channels and n is 8",
+        ),
+        (
+            lambda path: saved("llama", path),
+            {"rule": DynamicYaRN(base=1e4, original_length=64)},
+            "no rule for dynamic_yarn",
+        ),
+        (
+            lambda path: saved("llama", path),
+            {"rule": Explicit(values=[1.0] * 7 + [0.0])},
+            "rates of 0",
+        ),
+        (lambda path: own(path, NoPEConfig()), {"rule": Linear(base=1e4, factor=2.0)}, "no frequencies"),
+        (lambda path: (path / "a.gguf").write_bytes(b"GGUF"), {}, "a.gguf"),
+        (
+            lambda path: [(path / name).write_bytes(b"") for name in ("a.gguf", "b.gguf")],
+            {},
+            "2 .gguf files",
+        ),
+    ],
+)
+def test_what_cannot_be_opened_or_served_is_refused_in_one_sentence(make, options, said, tmp_path):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        open_language_model(tmp_path, **options)
+
+
+def test_rows_of_several_documents_are_refused_by_a_decoder_of_transformers(tmp_path):
+    saved("llama", tmp_path)
+    with pytest.raises(ValueError, match="several documents"):
+        open_language_model(tmp_path)(TOKENS, at=Positions.packed([20, 20]))
