@@ -120,3 +120,13 @@ def test_gpu_graphs_capture_forward_and_backward(width):
     graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(expected[name], captured[name]) for name in expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("preparation", ["none", "rope", "softplus"])
+@pytest.mark.parametrize("places", [None, "packed"])
+def test_gpu_more_heads_than_a_grid_axis_holds(preparation, places):
+    case = Case(16, 16, width=16, v_width=16, rows=70_000, heads=2, preparation=preparation, places=places,
+                dtype=torch.float16)  # fmt: skip
+    holds(case)

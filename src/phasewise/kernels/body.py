@@ -39,12 +39,12 @@ def load_tile(descriptor, b, h, first):
 
 @triton.jit
 def key_tiles(
-    span_ptr, row, tile, m, T, S, window,
+    span_ptr, row, tile, tiles, m, T, S, window,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PLACED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The keys `[low, high)` a query tile visits, and `[full_low, full_high)`, which need no mask."""
     if PLACED:
-        at = span_ptr + (row * tl.num_programs(0) + tile) * 2
+        at = span_ptr + (row * tiles + tile) * 2
         low = tl.load(at) * BLOCK_N
         high = tl.load(at + 1) * BLOCK_N
         full_low = high
@@ -80,9 +80,11 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; the tiles with the most keys start first."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    tiles = tl.cdiv(T, BLOCK_M)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
+    b = head // H
+    h = head % H
     m = tile * BLOCK_M
     t = m + tl.arange(0, BLOCK_M)
     i, i_segment = load_places(places[0], places[1], b.to(tl.int64) * place_rows[0], t, T, S - T, PLACED)
@@ -95,7 +97,7 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     row = tl.where(place_rows[0] > 0, b, 0)
     low, full_low, full_high, high = key_tiles(
-        span_ptr, row, tile, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
+        span_ptr, row, tile, tiles, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
     )
     for n in tl.range(low, high, BLOCK_N):
         k = load_tile(k_desc, b, h // GROUP, n)
@@ -115,7 +117,7 @@ def forward_kernel(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, EMPTY, top * LN2 + tl.log(total))
-    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * T + t, lse, t < T)
+    tl.store(lse_ptr + head.to(tl.int64) * T + t, lse, t < T)
     d = tl.arange(0, BLOCK_D)
     out_at = tile_of(out_ptr, out_strides, b.to(tl.int64), h, t, d)
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -128,14 +130,16 @@ def delta_kernel(
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """sum_d out dout, less the gradient of the log-sum-exp: what is subtracted from dp before it meets p."""
-    b = (tl.program_id(1) // H).to(tl.int64)
-    h = tl.program_id(1) % H
-    offsets = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tiles = tl.cdiv(T, BLOCK_M)
+    head = tl.program_id(0) // tiles
+    b = (head // H).to(tl.int64)
+    h = head % H
+    offsets = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = (offsets[:, None] < T) & (d[None, :] < D)
     out = tl.load(tile_of(out_ptr, out_strides, b, h, offsets, d), inside, other=0.0).to(tl.float32)
     grad = tl.load(tile_of(grad_ptr, grad_strides, b, h, offsets, d), inside, other=0.0).to(tl.float32)
-    at = tl.program_id(1).to(tl.int64) * T + offsets
+    at = head.to(tl.int64) * T + offsets
     delta = tl.sum(out * grad, 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, offsets < T, other=0.0)
@@ -159,9 +163,11 @@ def query_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dq [B, H, T, E] = scale ds k, ds = p (dout v^T - delta)."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    b = tl.program_id(1) // H
-    h = tl.program_id(1) % H
+    tiles = tl.cdiv(T, BLOCK_M)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
+    b = head // H
+    h = head % H
     m = tile * BLOCK_M
     t = m + tl.arange(0, BLOCK_M)
     i, i_segment = load_places(places[0], places[1], b.to(tl.int64) * place_rows[0], t, T, S - T, PLACED)
@@ -169,11 +175,11 @@ def query_grad_kernel(
     slope = tl.load(slopes_ptr + h) * LOG2E if SLOPED else 0.0
     q = load_tile(q_desc, b, h, m)
     dout = load_tile(dout_desc, b, h, m)
-    lse, delta = load_row_statistics(lse_ptr, delta_ptr, tl.program_id(1).to(tl.int64) * T, t, T)
+    lse, delta = load_row_statistics(lse_ptr, delta_ptr, head.to(tl.int64) * T, t, T)
     dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row = tl.where(place_rows[0] > 0, b, 0)
     low, full_low, full_high, high = key_tiles(
-        span_ptr, row, tile, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
+        span_ptr, row, tile, tiles, m, T, S, window, CAUSAL, WINDOWED, PLACED, BLOCK_M, BLOCK_N
     )
     for n in tl.range(low, high, BLOCK_N):
         k = load_tile(k_desc, b, h // GROUP, n)
@@ -201,9 +207,10 @@ def key_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dk [B, H / GROUP, S, E] = scale ds^T q and dv [B, H / GROUP, S, D] = p^T dout, summed over the group."""
-    tile = tl.program_id(0)
-    b = tl.program_id(1) // KEY_HEADS
-    key = tl.program_id(1) % KEY_HEADS
+    tiles = tl.cdiv(S, BLOCK_N)
+    tile = tl.program_id(0) % tiles
+    b = tl.program_id(0) // tiles // KEY_HEADS
+    key = tl.program_id(0) // tiles % KEY_HEADS
     n = tile * BLOCK_N
     s = n + tl.arange(0, BLOCK_N)
     q_row = b.to(tl.int64) * place_rows[0]
@@ -213,7 +220,7 @@ def key_grad_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if PLACED:
-        at_span = span_ptr + (tl.where(place_rows[0] > 0, b, 0) * tl.num_programs(0) + tile) * 2
+        at_span = span_ptr + (tl.where(place_rows[0] > 0, b, 0) * tiles + tile) * 2
         low = tl.load(at_span) * BLOCK_M
         high = tl.load(at_span + 1) * BLOCK_M
         full_low = high
@@ -295,7 +302,7 @@ def forward(
     block_m, block_n, block_d = meta["BLOCK_M"], meta["BLOCK_N"], block_width(v.shape[3])
     arguments, constants = _shared(q, k, scale, causal, window, places, slopes)
     spans = None if places is None else places.key_spans(block_m, block_n, causal=causal, window=window)
-    forward_kernel[(triton.cdiv(queries, block_m), rows * heads)](
+    forward_kernel[(triton.cdiv(queries, block_m) * rows * heads,)](
         q_desc=describe(q, block_m, block_width(width)), k_desc=describe(k, block_n, block_width(width)),
         v_desc=describe(v, block_n, block_d), out_ptr=out, out_strides=out.stride(), lse_ptr=lse, span_ptr=spans,
         H=heads, D=v.shape[3], BLOCK_D=block_d, **arguments, **constants, **meta,
@@ -309,7 +316,7 @@ def row_deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     delta = torch.empty(rows, heads, queries, dtype=torch.float32, device=out.device)
     block_d = block_width(width)
     block_m = max(1, 4096 // block_d)
-    delta_kernel[(triton.cdiv(queries, block_m), rows * heads)](
+    delta_kernel[(triton.cdiv(queries, block_m) * rows * heads,)](
         out, out.stride(), dout, dout.stride(), None if dlse is None else dlse.contiguous(), delta,
         heads, queries, width, BLOCK_M=block_m, BLOCK_D=block_d,
     )  # fmt: skip
@@ -341,14 +348,14 @@ def backward(
     meta = launch("separable.query_grad", q, qk=width, v=value_width, length=keys)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     spans = None if places is None else places.key_spans(block_m, block_n, causal=causal, window=window)
-    query_grad_kernel[(triton.cdiv(queries, block_m), rows * heads)](
+    query_grad_kernel[(triton.cdiv(queries, block_m) * rows * heads,)](
         **descriptors(block_m, block_n), dq_ptr=dq, dq_strides=dq.stride(), span_ptr=spans, H=heads,
         BLOCK_E=block_e, **arguments, **constants, **meta,
     )  # fmt: skip
     meta = launch("separable.key_grad", q, qk=width, v=value_width, length=queries)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     spans = None if places is None else places.query_spans(block_m, block_n, causal=causal, window=window)
-    key_grad_kernel[(triton.cdiv(keys, block_n), rows * key_heads)](
+    key_grad_kernel[(triton.cdiv(keys, block_n) * rows * key_heads,)](
         **descriptors(block_m, block_n), dk_ptr=dk, dk_strides=dk.stride(), dv_ptr=dv, dv_strides=dv.stride(),
         span_ptr=spans, KEY_HEADS=key_heads, D=value_width, BLOCK_E=block_e, BLOCK_D=block_d,
         **arguments, **constants, **meta,

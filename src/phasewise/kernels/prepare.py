@@ -65,16 +65,23 @@ def tile_of(ptr, strides, b, h, t, c):
 
 
 @triton.jit
+def program(tiles, groups):
+    """Tile, row of the batch and group of heads of this program, all on the grid's one unbounded axis."""
+    at = tl.program_id(0)
+    return at % tiles, (at // tiles // groups).to(tl.int64), at // tiles % groups
+
+
+@triton.jit
 def polar_kernel(
     x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, phase_cos_ptr, phase_sin_ptr, H, T, D,
     KIND: tl.constexpr, PHASE: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """x [B, H, T, D] -> [mu cos, mu sin] [B, H, T, 2 D]."""
-    b = tl.program_id(1).to(tl.int64)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile, b, group = program(tl.cdiv(T, BLOCK_T), tl.cdiv(H, HEADS))
+    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_D)
     inside = (t[:, None] < T) & (c[None, :] < D)
-    first = tl.program_id(2) * HEADS
+    first = group * HEADS
     x = tl.load(tile_of(x_ptr, x_strides, b, first, t, c), inside, other=0.0)
     cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, D)
     for head in range(HEADS):
@@ -94,14 +101,14 @@ def polar_kernel(
 @triton.jit
 def polar_backward_kernel(
     x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, partial_ptr,
-    cos_ptr, sin_ptr, turn_row, phase_cos_ptr, phase_sin_ptr, T, D,
+    cos_ptr, sin_ptr, turn_row, phase_cos_ptr, phase_sin_ptr, H, T, D,
     KIND: tl.constexpr, PHASE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x for TILES tiles of one head and, per program, of its phases: partial [B, programs, H, D]."""
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    programs = tl.cdiv(T, TILES * BLOCK_T)
+    tile, b, h = program(programs, H)
     c = tl.arange(0, BLOCK_D)
-    t = tl.program_id(0) * TILES * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = tile * TILES * BLOCK_T + tl.arange(0, BLOCK_T)
     turned = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     phase_cos, phase_sin = 1.0, 0.0
     if PHASE:
@@ -125,7 +132,7 @@ def polar_backward_kernel(
             turned += mu * (grad_cos * sin - grad_sin * cos)
         t += BLOCK_T
     if PHASE:
-        row = (b * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + h
+        row = (b * programs + tile) * H + h
         tl.store(partial_ptr + row * D + c, tl.sum(turned, 0), c < D)
 
 
@@ -135,15 +142,15 @@ def rotate_kernel(
     BACK: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """x [B, H, T, D] with the pairs (c, c + n), c < n, turned (back) and scaled; channels from 2 n on as they are."""
-    b = tl.program_id(1).to(tl.int64)
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile, b, group = program(tl.cdiv(T, BLOCK_T), tl.cdiv(H, HEADS))
+    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_N)
     inside = (t[:, None] < T) & (c[None, :] < n)
     cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, n)
     cos *= factor
     sin *= -factor if BACK else factor
     for head in range(HEADS):
-        h = tl.program_id(2) * HEADS + head
+        h = group * HEADS + head
         keep = inside & (h < H)
         first_at = tile_of(x_ptr, x_strides, b, h, t, c)
         first = tl.load(first_at, keep, other=0.0).to(tl.float32)
@@ -159,12 +166,12 @@ def rotate_kernel(
             tl.store(tile_of(out_ptr, out_strides, b, h, t, rest), passing, keep_rest)
 
 
-def _grid(x: Tensor, columns: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+def _grid(x: Tensor, columns: int) -> tuple[tuple[int], dict[str, int]]:
     rows, heads, length, _ = x.shape
     block_t = max(1, min(triton.next_power_of_2(length), 2048 // columns))
     group = min(heads, 8)
-    grid = (triton.cdiv(length, block_t), rows, triton.cdiv(heads, group))
-    return grid, {"HEADS": group, "BLOCK_T": block_t, "num_warps": 8}
+    programs = triton.cdiv(length, block_t) * rows * triton.cdiv(heads, group)
+    return (programs,), {"HEADS": group, "BLOCK_T": block_t, "num_warps": 8}
 
 
 def expanded_like(x: Tensor, width: int) -> Tensor:
@@ -220,10 +227,10 @@ def polar_backward(x: Tensor, turn: Turn, kind: str, grad: Tensor, dx: Tensor) -
     partial = None
     if turn.phase is not None:
         partial = torch.empty(rows, programs, heads, width, dtype=torch.float32, device=x.device)
-    polar_backward_kernel[(programs, heads, rows)](
+    polar_backward_kernel[(programs * heads * rows,)](
         x, x.stride(), grad, grad.stride(), dx, dx.stride(), partial,
         turn.cos, turn.sin, turn.cos.stride(0) if turn.cos.shape[0] > 1 else 0, *(turn.phase or (None, None)),
-        length, width, KIND=kind, PHASE=turn.phase is not None, TILES=tiles, BLOCK_T=block_t, BLOCK_D=block_d,
+        heads, length, width, KIND=kind, PHASE=turn.phase is not None, TILES=tiles, BLOCK_T=block_t, BLOCK_D=block_d,
         num_warps=8,
     )  # fmt: skip
     return None if partial is None else partial.sum((0, 1))

@@ -130,8 +130,9 @@ def span_kernel(
     BLOCK: tl.constexpr, OTHER_BLOCK: tl.constexpr, OTHER_TILES: tl.constexpr,
 ):  # fmt: skip
     """For a tile of one side, the first and one past the last tile of the other side that it may see."""
-    tile = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    own_tiles = tl.cdiv(length, BLOCK)
+    tile = tl.program_id(0) % own_tiles
+    row = (tl.program_id(0) // own_tiles).to(tl.int64)
     here, here_segment = load_places(
         index_ptr, segment_ptr, row * row_stride, tile * BLOCK + tl.arange(0, BLOCK), length, 0, True
     )
@@ -160,7 +161,7 @@ def span_kernel(
         any_meets = tl.max(meets.to(tl.int32), 1) > 0
         low = tl.minimum(low, tl.min(tl.where(any_meets, at, tiles)))
         high = tl.maximum(high, tl.max(tl.where(any_meets, at + 1, 0)))
-    at_span = (row * tl.num_programs(0) + tile) * 2
+    at_span = (row * own_tiles + tile) * 2
     tl.store(span_ptr + at_span, tl.minimum(low, high))
     tl.store(span_ptr + at_span + 1, high)
 
@@ -221,7 +222,7 @@ def _spans(
     other_length = there[0].shape[1]
     tiles = triton.cdiv(length, block)
     spans = torch.empty(rows, tiles, 2, dtype=torch.int32, device=here[0].device)
-    span_kernel[(tiles, rows)](
+    span_kernel[(tiles * rows,)](
         spans, *here, length, length, *there, other_length, other_length, window or 0,
         QUERIES=queries, CAUSAL=causal, WINDOWED=window is not None,
         BLOCK=block, OTHER_BLOCK=other_block, OTHER_TILES=max(1, 2048 // other_block),
