@@ -236,3 +236,11 @@ def test_a_corpus_shorter_than_the_context_says_how_long_it_may_be(tmp_path: Pat
         batch(corpus, "train", step=0, context=128, batch_size=1, seed=0)
     with pytest.raises(ValueError, match="has 10; use at most 9"):
         windows(corpus, "test", length=64)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_encode_gives_the_tokens_that_the_corpus_is_made_of(tokenizer):
+    corpus = load("austen", tokenizer=tokenizer)
+    novel = corpus.split("test")[0][:200]
+    assert corpus.encode is not None
+    assert corpus.encode(corpus.decode(novel)).tolist()[:190] == novel[:190].tolist()

@@ -100,6 +100,7 @@ class Corpus:
     sha256: of every split's document lengths and tokens (a generated split: of its first 10 000 examples).
     splits: split name -> sequence of documents, each uint16 or int32 [tokens].
     decode: tokens -> readable text.
+    encode: text -> tokens, without special ones; None where the data are not text.
     bytes_per_token: UTF-8 bytes a token on average, for each split; None where the data are not text.
     task: None for language modelling, where every token but a document's first is scored.
     """
@@ -114,6 +115,7 @@ class Corpus:
     decode: Callable[[np.ndarray], str]
     bytes_per_token: Mapping[str, float] | None = None
     task: Task | None = None
+    encode: Callable[[str], np.ndarray] | None = None
 
     def split(self, name: str) -> Split:
         """The documents of split `name`; ValueError when there is none of that name."""

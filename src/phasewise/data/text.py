@@ -164,6 +164,7 @@ def _tokenized(texts: Texts, tokenizer: str, *, name: str, source: str, licence:
             split: sum(len(member) for member in texts[split]) / int(documents.lengths.sum())
             for split, documents in splits.items()
         },
+        encode=lambda words: encode(words.encode()),
     )
 
 
