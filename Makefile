@@ -53,11 +53,12 @@ check: $(ready) ## format, lint, types, ranks, sizes, age of the GPU record
 	$(run) -m pytest -q tests/test_ranks.py
 	$(run) -m tests.gpu_record check
 
-tables: $(ready) ## the figure and table of README.md from results/demo
+tables: $(ready) ## the figures and tables of README.md and docs/attention.md from results/
 	$(run) -m experiments.readme_figure results/demo/report.json
+	$(run) -m experiments.attention_figure results/attention/h200.json
 
 docs: $(ready_docs) ## the documentation, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict
 
 bench: $(ready) ## the CPU benchmark, into results/cpu
-	$(run) -m phasewise.bench.cpu --out results/cpu
+	$(run) -m phasewise bench cpu --out results/cpu

@@ -13,7 +13,7 @@ from phasewise.train.report import Comparison, Score, draw
 
 ROOT = Path(__file__).parent.parent
 FIGURE = ROOT / "docs" / "figures" / "loss_by_length.svg"
-START, END = "<!-- table:encodings -->", "<!-- /table:encodings -->"
+MARKER = "encodings"
 POSITION = {
     "rope": "pairs of channels turn with position ([Su 2021](https://arxiv.org/abs/2104.09864))",
     "pope": "content is the magnitude, position the phase ([Gopalakrishnan 2025](https://arxiv.org/abs/2509.10534))",
@@ -61,13 +61,14 @@ def _cell(score: Score) -> str:
     return f"{score.mean:.3f}{spread}"
 
 
-def with_table(page: str, table: str) -> str:
-    """The page with `table` between its markers; ValueError when it has none."""
-    before, start, rest = page.partition(START)
-    _, end, after = rest.partition(END)
+def with_table(page: str, table: str, marker: str) -> str:
+    """The page with `table` between its markers `<!-- table:NAME -->`; ValueError when it has none."""
+    first, last = f"<!-- table:{marker} -->", f"<!-- /table:{marker} -->"
+    before, start, rest = page.partition(first)
+    _, end, after = rest.partition(last)
     if not (start and end):
-        raise ValueError(f"the page has no {START} ... {END} to write the table between")
-    return f"{before}{START}\n{table}\n{END}{after}"
+        raise ValueError(f"the page has no {first} ... {last} to write the table between")
+    return f"{before}{first}\n{table}\n{last}{after}"
 
 
 def main(report: Path) -> None:
@@ -75,7 +76,7 @@ def main(report: Path) -> None:
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     draw(Comparison.model_validate(document["values"]), FIGURE)
     readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(), encodings_table(document)))
+    readme.write_text(with_table(readme.read_text(), encodings_table(document), MARKER))
     print(f"wrote {FIGURE.relative_to(ROOT)} and the table of README.md")
 
 

@@ -1,9 +1,9 @@
 import json
-import sys
 
 import pytest
 
 from phasewise.bench import cpu
+from phasewise.cli import main as cli
 
 
 @pytest.fixture
@@ -14,9 +14,8 @@ def small(monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_the_command_writes_both_records_with_their_recipes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["cpu", "--out", str(tmp_path)])
-    cpu.main()
+def test_the_command_writes_both_records_with_their_recipes(tmp_path):
+    assert cli(["bench", "cpu", "--out", str(tmp_path)]) == 0
     times = json.loads((tmp_path / "attention.json").read_text())
     assert set(times["values"]) >= {"pope_forward", "pope_forward_backward", "nope_forward"}
     assert times["recipe"]["length"] == 300

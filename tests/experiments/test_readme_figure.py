@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.readme_figure import END, START, encodings_table, with_table
+from experiments.readme_figure import MARKER, encodings_table, with_table
 
 
 def report(*, seeds):
@@ -76,7 +76,8 @@ def test_table_of_several_seeds_gives_mean_and_spread():
 
 
 def test_table_replaces_the_one_between_the_markers():
-    page = f"before\n{START}\nold\n{END}\nafter\n"
-    assert with_table(page, "new") == f"before\n{START}\nnew\n{END}\nafter\n"
+    start, end = f"<!-- table:{MARKER} -->", f"<!-- /table:{MARKER} -->"
+    page = f"before\n{start}\nold\n{end}\nafter\n"
+    assert with_table(page, "new", MARKER) == f"before\n{start}\nnew\n{end}\nafter\n"
     with pytest.raises(ValueError, match="no <!-- table:encodings -->"):
-        with_table("no markers", "new")
+        with_table("no markers", "new", MARKER)

@@ -1,4 +1,4 @@
-"""What attention costs on this GPU: `python -m phasewise.bench.attention --out results/attention/h200.json`.
+"""What attention costs on this GPU: `phasewise bench attention --out results/attention/h200.json`.
 
 Every implementation that is installed, at each width and length, 32 768 tokens in all: first the gate (output and
 gradients against the float64 reference), then times forward and forward with backward, achieved TFLOP/s, peak
@@ -6,29 +6,21 @@ memory, and ratios to plain attention by flash-attn-4 and by cuDNN, all measured
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
+from phasewise.bench.subjects import HEADS, Subject, subjects
 from phasewise.bench.timing import peak_memory, side_by_side
-from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
-from phasewise.encodings.base import angles
-from phasewise.frequencies import Geometric
-from phasewise.kernels import separable, tapa
-from phasewise.kernels.library import BODIES, Body
 from phasewise.positions import Positions
 from phasewise.record import record
 from phasewise.reference import reference
 
 TOKENS = 32_768
-HEADS = 16
 GATE_LENGTH = 384
 BASELINES = {
     "flash-attn-4": "plain flash-attn-4",
@@ -36,77 +28,6 @@ BASELINES = {
     "flash-attention-2": "plain flash-attention-2",
 }
 Inputs = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An implementation under test: `run(q, k, v)` computes causal attention under `encoding`."""
-
-    name: str
-    encoding: Encoding
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
-    qk_width: int
-    leaves: tuple[Tensor, ...] = ()
-
-
-def subjects(width: int, length: int) -> Iterator[Subject]:
-    """What is installed, for heads of `width` and sequences of `length`."""
-    scale = width**-0.5
-    flash = any(package.metadata["Name"] == "flash-attn-4" for package in metadata.distributions())
-    bodies: list[Body] = [body for body in BODIES if body != "flash" or flash]
-    index = torch.arange(length, device="cuda")[None]
-
-    def flash_attention_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def flash_attn_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
-
-        out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    yield Subject("plain flash-attention-2", NoPE(), flash_attention_2, width)
-    yield Subject("plain sdpa-cudnn", NoPE(), sdpa_cudnn, width)
-    if flash:
-        # As its users call it: the backward adds atomically. "plain flash" below is its deterministic mode.
-        yield Subject("plain flash-attn-4", NoPE(), flash_attn_4, width)
-    for body in bodies:
-        run = partial(separable.attend, scale=scale, causal=True, window=None, body=body)
-        yield Subject(f"plain {body}", NoPE(), lambda q, k, v, run=run: run(q, k, v)[0], width)
-    rope = RoPE(head_dim=width).cuda()
-    angle = angles(index, Geometric(base=10_000.0).rates(width // 2, device="cuda"))
-    for body in bodies:
-        turn = partial(separable.rope, scale=scale, causal=True, window=None, body=body)
-        yield Subject(
-            f"rope {body}", rope, lambda q, k, v, run=turn: run(q, k, v, angle, angle, 1.0)[0], width
-        )
-    pope = PoPE(num_heads=HEADS, head_dim=width, phase_init="uniform").cuda()
-    wide = angles(index, Geometric(base=10_000.0).rates(width, device="cuda"))
-    for body in bodies:
-        expand = partial(
-            separable.pope, magnitude="softplus", scale=scale, causal=True, window=None, body=body
-        )
-        yield Subject(
-            f"pope {body}",
-            pope,
-            lambda q, k, v, run=expand: run(q, k, v, wide, wide, pope.phase)[0],
-            2 * width,
-            (pope.phase,),
-        )
-    joint = TAPA(head_dim=width, alpha=0.1)
-    yield Subject(
-        "tapa triton",
-        joint,
-        lambda q, k, v: tapa.attend(
-            q, k, v, alpha=0.1, amplitude_dim=joint.amplitude_dim, causal=True, window=None
-        )[0],
-        width,
-    )
 
 
 def draw(width: int, length: int, rows: int, heads: int = HEADS, *, seed: int = 0) -> tuple[Inputs, Tensor]:
@@ -143,19 +64,28 @@ def gate(subject: Subject, width: int) -> dict[str, float]:
     return errors
 
 
-def wanted(subject: Subject, only: str) -> bool:
-    """Whether a subject is measured: those named, and the baselines always."""
-    return only in subject.name or subject.name in BASELINES.values()
+@dataclass(frozen=True)
+class Selection:
+    """Which subjects to measure: those whose name holds one of `only` and none of `without`; baselines always."""
+
+    only: tuple[str, ...] = ("",)
+    without: tuple[str, ...] = ()
+
+    def of(self, width: int, length: int) -> list[Subject]:
+        """The chosen subjects at a width and a length."""
+
+        def chosen(name: str) -> bool:
+            return any(part in name for part in self.only) and not any(part in name for part in self.without)
+
+        return [s for s in subjects(width, length) if s.name in BASELINES.values() or chosen(s.name)]
 
 
-def measure(width: int, length: int, only: str = "") -> list[dict[str, object]]:
+def measure(width: int, length: int, selection: Selection) -> list[dict[str, object]]:
     """One row per subject at a width and a length."""
     rows = TOKENS // length
     inputs, gradient = draw(width, length, rows)
     forward, both, found = {}, {}, {}
-    for subject in subjects(width, length):
-        if not wanted(subject, only):
-            continue
+    for subject in selection.of(width, length):
 
         def run(subject: Subject = subject) -> Tensor:
             return subject.run(*inputs.values())
@@ -187,33 +117,46 @@ def measure(width: int, length: int, only: str = "") -> list[dict[str, object]]:
     return table
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m phasewise.bench.attention", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="phasewise bench attention", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the record, a JSON file")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
-    parser.add_argument("--only", default="", help="subjects whose name contains this, and the baselines")
-    options = parser.parse_args()
+    parser.add_argument("--only", nargs="+", default=[""], help="subjects whose name holds one of these")
+    parser.add_argument("--without", nargs="+", default=[], help="no subject whose name holds one of these")
+    parser.add_argument("--tune", action="store_true", help="first rewrite the launch table for this GPU")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "attention is measured on a CUDA device and there is none; `phasewise bench cpu` needs none"
+        )
+    for length in options.lengths:
+        if not 1 <= length <= TOKENS:
+            raise ValueError(f"lengths must be from 1 to the {TOKENS} tokens of a measurement, not {length}")
+    if options.tune:
+        from phasewise.bench.tune import tune
+
+        tune(options.widths)
+    selection = Selection(tuple(options.only), tuple(options.without))
     errors = {}
     for width in options.widths:
-        for subject in subjects(width, GATE_LENGTH):
-            if not wanted(subject, options.only):
-                continue
+        for subject in selection.of(width, GATE_LENGTH):
             errors[f"{subject.name} {width}"] = gate(subject, width)
     print(f"gate: {len(errors)} implementations within bounds")
-    table = []
-    for width in options.widths:
-        for length in options.lengths:
-            rows = measure(width, length, options.only)
-            table += rows
-            for row in rows:
-                print(_line(row), flush=True)
     recipe = {
         "what": "causal attention, bfloat16, encodings' own work included",
         "tokens": TOKENS, "heads": HEADS, "seed": 0, "widths": options.widths, "lengths": options.lengths,
         "samples": "3 rounds of 7 replays of a CUDA graph, all subjects in turn",
     }  # fmt: skip
-    record(options.out, recipe=recipe, values={"gate": errors, "times": table}, device="cuda")
+    table: list[dict[str, object]] = []
+    for width in options.widths:
+        for length in options.lengths:
+            rows = measure(width, length, selection)
+            table += rows
+            for row in rows:
+                print(_line(row), flush=True)
+            record(options.out, recipe=recipe, values={"gate": errors, "times": table}, device="cuda")
+    return 0
 
 
 def _line(row: dict) -> str:
@@ -230,4 +173,4 @@ def _line(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

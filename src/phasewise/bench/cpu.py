@@ -1,4 +1,4 @@
-"""What attention costs on this CPU: `python -m phasewise.bench.cpu --out results/cpu`.
+"""What attention costs on this CPU: `phasewise bench cpu --out results/cpu`.
 
 Writes attention.json, the time of PoPE and NoPE against RoPE through sdpa, and reference-memory.json, the
 peak memory of the blocked reference by length. Letters: T places, H heads, D head dim.
@@ -7,8 +7,9 @@ peak memory of the blocked reference by length. Letters: T places, H heads, D he
 import argparse
 import multiprocessing
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,14 +29,15 @@ MEMORY_LENGTHS = (2048, 4096, 8192, 16384)
 MEMORY_HEADS = 2
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m phasewise.bench.cpu", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="phasewise bench cpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the records")
-    out = parser.parse_args().out
+    out = parser.parse_args(arguments).out
     for name, measure in (("attention", attention_times), ("reference-memory", reference_memory)):
         recipe, values = measure()
         record(out / f"{name}.json", recipe=recipe, values=values)
         print(f"{out / name}.json")
+    return 0
 
 
 def attention_times() -> tuple[dict[str, object], dict[str, object]]:
@@ -164,4 +166,4 @@ def _peak_kibibytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,12 +4,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from phasewise.cli.bench import bench
 from phasewise.cli.compare import compare
 from phasewise.cli.inspect import inspect
 from phasewise.cli.profile import profile
 from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, leave, one_line
 
-COMMANDS = {"compare": compare, "profile": profile, "inspect": inspect}
+COMMANDS = {"bench": bench, "compare": compare, "profile": profile, "inspect": inspect}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

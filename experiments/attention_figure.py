@@ -1,0 +1,92 @@
+"""The table and the figure of docs/attention.md, from a recorded run of `phasewise bench attention`.
+
+python -m experiments.attention_figure results/attention/h200.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.readme_figure import with_table
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "attention.md"
+FIGURE = ROOT / "docs" / "figures" / "attention_cost.svg"
+MARKER = "cost"
+BASELINE = "flash-attn-4"
+
+
+def table(document: dict[str, Any]) -> str:
+    """Markdown: median times with quartiles, TFLOP/s and the ratio to plain flash-attn-4 of the same run."""
+    rows = document["values"]["times"]
+    lines = [
+        "| D | T | implementation | forward, ms | TFLOP/s | ratio | with backward, ms | TFLOP/s | ratio | peak, MiB |",
+        "|---:|---:|---|---|---:|---:|---|---:|---:|---:|",
+    ]
+    for row in rows:
+        cells = [row["width"], row["length"], row["subject"]]
+        for kind in ("forward", "both"):
+            took = row[f"{kind}_ms"]
+            ratio = row.get(f"{kind}_to_{BASELINE}")
+            cells += [
+                f"{took['median']:.3f} ({took['low']:.3f} to {took['high']:.3f})",
+                f"{row[f'{kind}_tflops']:.0f}",
+                "" if ratio is None else f"{ratio:.2f}",
+            ]
+        lines.append("| " + " | ".join(map(str, [*cells, f"{row['peak_bytes'] / 2**20:.0f}"])) + " |")
+    recipe = document["recipe"]
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    lines += [
+        "",
+        f"Median (quartiles) of {recipe['samples']}; {recipe['what']}; {recipe['heads']} heads, "
+        f"{recipe['tokens']:,} tokens in all, causal. Ratios are to plain {BASELINE} in the same run. "
+        f"{document['device']}, commit {document['commit'][:10]}, {versions}.",
+    ]
+    return "\n".join(lines)
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Bars: the ratio of every implementation to plain flash-attn-4, forward with backward, a panel a width."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = [row for row in document["values"]["times"] if f"both_to_{BASELINE}" in row]
+    if not rows:
+        raise ValueError(f"the record has no ratio to {BASELINE}: measure where it is installed")
+    widths = sorted({row["width"] for row in rows})
+    lengths = sorted({row["length"] for row in rows})
+    names = list(dict.fromkeys(row["subject"] for row in rows))
+    style: Any = {"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 8}
+    with rc_context(style):
+        size = (4.6 * len(widths), 0.34 * len(names) + 1.2)
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(1, len(widths), sharey=True, squeeze=False)[0]
+        for axes, width in zip(panels, widths, strict=True):
+            for place, length in enumerate(lengths):
+                found = {r["subject"]: r for r in rows if (r["width"], r["length"]) == (width, length)}
+                at = [n + 0.26 * (place - (len(lengths) - 1) / 2) for n, s in enumerate(names) if s in found]
+                ratios = [found[s][f"both_to_{BASELINE}"] for s in names if s in found]
+                axes.barh(at, ratios, height=0.24, label=f"T = {length}")
+            axes.axvline(1, color="black", linewidth=0.8)
+            axes.set_xlabel(f"time over plain {BASELINE}, forward with backward")
+            axes.set_title(f"D = {width}", loc="left")
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0].set_yticks(range(len(names)), names)
+        panels[0].invert_yaxis()
+        panels[-1].legend(frameon=False, loc="lower right")
+        figure.savefig(path, metadata={"Date": None})
+
+
+def main(report: Path) -> None:
+    document = json.loads(report.read_text())
+    FIGURE.parent.mkdir(parents=True, exist_ok=True)
+    draw(document, FIGURE)
+    PAGE.write_text(with_table(PAGE.read_text(), table(document), MARKER))
+    print(f"wrote {FIGURE.relative_to(ROOT)} and the table of {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,25 @@
+"""phasewise bench."""
+
+from collections.abc import Sequence
+
+from phasewise.cli.terminal import BAD_INPUT, leave
+
+SUBJECTS = ("attention", "cpu")
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Measure attention on this GPU, or the library on this CPU, into a JSON record."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print(
+            "usage: phasewise bench attention|cpu [OPTIONS]\n\nphasewise bench attention --help lists its options."
+        )
+        return 0
+    match name:
+        case "attention":
+            from phasewise.bench.attention import main
+        case "cpu":
+            from phasewise.bench.cpu import main
+        case _:
+            return leave(f"unknown benchmark {name!r}; choose from {', '.join(SUBJECTS)}", BAD_INPUT)
+    return main(rest)

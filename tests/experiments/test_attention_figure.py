@@ -1,0 +1,29 @@
+"""The table of docs/attention.md says what the record says."""
+
+import pytest
+
+from experiments.attention_figure import draw, table
+
+
+def record(**ratios):
+    took = {"median": 2.0, "low": 1.5, "high": 2.25}
+    row = {"width": 64, "length": 2048, "subject": "pope flash", "forward_ms": took, "both_ms": took,
+           "forward_tflops": 400.4, "both_tflops": 300.0, "peak_bytes": 2**21, **ratios}  # fmt: skip
+    recipe = {"samples": "3 replays", "what": "causal", "heads": 16, "tokens": 32768}
+    return {"values": {"times": [row]}, "recipe": recipe, "versions": {"torch": "2.11"}, "device": "a GPU",
+            "commit": "abcdef0123456"}  # fmt: skip
+
+
+def test_table_gives_medians_quartiles_ratios_and_memory():
+    lines = table(record(**{"forward_to_flash-attn-4": 1.25, "both_to_flash-attn-4": 1.5})).splitlines()
+    assert lines[2] == (
+        "| 64 | 2048 | pope flash | 2.000 (1.500 to 2.250) | 400 | 1.25 | 2.000 (1.500 to 2.250) | 300 | 1.50 | 2 |"
+    )
+    assert "a GPU, commit abcdef0123, torch 2.11" in lines[-1]
+
+
+def test_figure_needs_the_baseline(tmp_path):
+    with pytest.raises(ValueError, match="no ratio to flash-attn-4"):
+        draw(record(), tmp_path / "cost.svg")
+    draw(record(**{"both_to_flash-attn-4": 1.5}), tmp_path / "cost.svg")
+    assert "pope flash" in (tmp_path / "cost.svg").read_text()
