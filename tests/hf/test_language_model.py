@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
+from phasewise.evaluate.slices import Split
 from phasewise.frequencies import NTK, DynamicYaRN, Explicit, Geometric, Linear, Llama3, YaRN
 from phasewise.hf.language_model import listed, open_language_model
 from phasewise.model import ModelConfig, Transformer, folder, rescaled
@@ -43,6 +44,19 @@ def test_checkpoint_of_transformers_gives_the_logits_of_transformers(name, tmp_p
     assert torch.equal(model(TOKENS), expected)
     assert torch.allclose(model(TOKENS, keep=3), expected[:, -3:], atol=1e-5)
     assert (model.config.vocab_size, model.config.trained_length) == (64, 256)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "cohere (interleaved)", "gpt_neox", "ours"])
+def test_head_apart_from_the_body_gives_the_logits_of_the_whole(name, tmp_path):
+    if name == "ours":
+        own(tmp_path, PoPEConfig())
+    else:
+        saved(name, tmp_path)
+    model = open_language_model(tmp_path)
+    hidden = model.hidden(TOKENS)
+    assert torch.allclose(model.logits(hidden[:, 5:20]), model(TOKENS)[:, 5:20], atol=1e-5)
+    assert torch.allclose(model.logits(model.hidden(TOKENS)), model(TOKENS), atol=1e-5)
+    assert isinstance(model, Split)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)

@@ -61,6 +61,14 @@ class LanguageModel(nn.Module, ABC):
         at: their places; None: 0, 1, 2, .. in each row. keep: logits for the last `keep` tokens alone.
         """
 
+    @abstractmethod
+    def hidden(self, tokens: Tensor, *, at: Positions | None = None) -> Tensor:
+        """What the body gives, [B, T, W]: `logits(hidden(tokens))` is `model(tokens)`."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [B, n, V] from any n places of what `hidden` gave."""
+
 
 def open_language_model(
     path: str | Path,
@@ -166,6 +174,12 @@ class _Own(LanguageModel):
     def forward(self, tokens: Tensor, *, at: Positions | None = None, keep: int | None = None) -> Tensor:
         return self.network(tokens, at=at, keep=keep)
 
+    def hidden(self, tokens: Tensor, *, at: Positions | None = None) -> Tensor:
+        return self.network.hidden(tokens, at=at)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.network.logits(hidden)
+
 
 class _HuggingFace(LanguageModel):
     """A decoder of transformers."""
@@ -194,15 +208,36 @@ class _HuggingFace(LanguageModel):
         return _one([settings.frequencies for settings in _global(self.network.config)])
 
     def forward(self, tokens: Tensor, *, at: Positions | None = None, keep: int | None = None) -> Tensor:
-        places: dict[str, Tensor] = {}
-        if at is not None:
-            if at.axes != 1 or int(at.segment.max()) > 0:
-                raise ValueError("rows of several documents or axes do not fit this model; give one a row")
-            at = at.expand(len(tokens))
-            places["position_ids"] = at.index
-            if bool((at.segment < 0).any()):
-                places["attention_mask"] = (at.segment >= 0).long()
-        return self.network(input_ids=tokens, use_cache=False, logits_to_keep=keep or 0, **places).logits
+        return self.network(
+            input_ids=tokens, use_cache=False, logits_to_keep=keep or 0, **_places(tokens, at)
+        ).logits
+
+    def hidden(self, tokens: Tensor, *, at: Positions | None = None) -> Tensor:
+        body = self.network.base_model
+        return body(input_ids=tokens, use_cache=False, **_places(tokens, at)).last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """By the model itself, head, scale and cap, around a body that gives `hidden`."""
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        body = self.network.base_model
+        body.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[assignment]
+        try:
+            unread = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+            return self.network(input_ids=unread, use_cache=False).logits
+        finally:
+            del body.forward
+
+
+def _places(tokens: Tensor, at: Positions | None) -> dict[str, Tensor]:
+    """The places as transformers takes them. Raises ValueError for rows that hold several documents."""
+    if at is None:
+        return {}
+    if at.axes != 1 or int(at.segment.max()) > 0:
+        raise ValueError("rows of several documents or axes do not fit this model; give one a row")
+    at = at.expand(len(tokens))
+    padded = bool((at.segment < 0).any())
+    return {"position_ids": at.index} | ({"attention_mask": (at.segment >= 0).long()} if padded else {})
 
 
 def _one(rules: list[AnyFrequencies]) -> AnyFrequencies | None:
