@@ -7,7 +7,7 @@ from torch import nn
 
 from phasewise.data import Batch, Corpus, Documents, windows
 from phasewise.encodings import PoPEConfig
-from phasewise.evaluate import measure
+from phasewise.evaluate import measure, slices
 from phasewise.model import ModelConfig, Transformer
 from phasewise.positions import Positions
 
@@ -111,3 +111,42 @@ def test_nothing_scored_is_refused():
     nothing = Batch(torch.zeros(1, 4, dtype=torch.int64), torch.full((1, 4), -100), None)
     with pytest.raises(ValueError, match="no token is scored at length 4"):
         measure(Table(), [nothing], length=4, stride=4, device=CPU)
+
+
+def test_exact_match_is_of_whole_answers():
+    model, random = Table(), np.random.default_rng(1)
+    tokens = torch.from_numpy(random.integers(VOCAB, size=(40, 6)))
+    choices = (model.table[tokens] * (1 + torch.arange(6)[:, None] / 10)).argmax(-1)
+    targets = torch.where(torch.rand(40, 6, generator=torch.Generator().manual_seed(0)) < 0.7, choices, 0)
+    targets[:, :4] = -100
+    targets[::2, 4] = -100
+    wanted = [
+        all(choice == target for choice, target in zip(*both, strict=True) if target != -100)
+        for both in zip(choices.tolist(), targets.tolist(), strict=True)
+    ]
+    batches = [Batch(tokens[:25], targets[:25], None), Batch(tokens[25:], targets[25:], None)]
+    measured = measure(model, batches, length=6, stride=6, device=CPU, answers=True)
+    assert 0.3 < measured.exact < 0.95
+    assert measured.exact == sum(wanted) / 40
+    assert measure(model, batches, length=6, stride=6, device=CPU).exact is None
+
+
+def test_long_rows_in_slices_are_measured_as_rows_given_at_once(monkeypatch):
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=VOCAB, width=16, layers=2, heads=2, encoding=PoPEConfig()))
+    batches = windows(made(), "test", length=30, stride=7, batch_size=2)
+    once = measure(model, batches, length=30, stride=7, device=CPU)
+    asked = []
+
+    def logits(hidden):
+        asked.append(hidden.shape[1])
+        return Transformer.logits(model, hidden)
+
+    monkeypatch.setattr(slices, "SLICE_BYTES", 4 * 2 * VOCAB * 8)
+    monkeypatch.setattr(model, "logits", logits)
+    sliced = measure(model, batches, length=30, stride=7, device=CPU)
+    assert max(asked) == 8
+    assert sum(asked) < 30 * len(batches), "places before the first scored one are not asked for"
+    assert sliced.loss == pytest.approx(once.loss, rel=1e-6)
+    assert [band.tokens for band in sliced.by_position] == [band.tokens for band in once.by_position]
+    assert sliced.accuracy == once.accuracy

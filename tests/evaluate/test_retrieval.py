@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from phasewise.encodings import RoPEConfig
-from phasewise.evaluate import passkeys, retrieve
-from phasewise.evaluate.slices import sliced_logits
+from phasewise.evaluate import passkeys, retrieve, slices
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model.generate import generate
 
@@ -133,10 +132,11 @@ def test_answers_of_several_lengths_share_a_batch():
 
 
 @pytest.mark.parametrize("first", [0, 7, 29])
-def test_logits_in_slices_equal_those_given_at_once(first):
+def test_logits_in_slices_equal_those_given_at_once(first, monkeypatch):
     model, tokens = small(), torch.arange(60).reshape(2, 30)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 4 * 2 * 256 * 8)
     with torch.no_grad():
-        pieces = list(sliced_logits(model, tokens, at=None, first=first, slice_bytes=4 * 2 * 256 * 8))
+        pieces = list(slices.sliced_logits(model, tokens, at=None, first=first))
         whole = model(tokens)
     assert [start for start, _ in pieces] == list(range(first, 30, 8))
     assert torch.allclose(torch.cat([logits for _, logits in pieces], 1), whole[:, first:], atol=1e-5)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from phasewise.evaluate.slices import sliced_logits
 from phasewise.positions import Positions
 
 NOT_SCORED = -100
@@ -65,34 +66,51 @@ class Measurement(BaseModel):
     """Share of scored tokens that are the model's first choice."""
     by_position: tuple[PositionLoss, ...]
     """Bands of places; those where nothing is scored are left out."""
+    exact: float | None = None
+    """Of rows that are answers to be scored whole: share whose every scored token is the model's first choice."""
 
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, batches: Iterable[Scored], *, length: int, stride: int, device: torch.device
+    model: nn.Module,
+    batches: Iterable[Scored],
+    *,
+    length: int,
+    stride: int,
+    device: torch.device,
+    answers: bool = False,
 ) -> Measurement:
     """Measure a model's loss on rows of at most `length` tokens, windows that start `stride` tokens apart.
 
     Losses are summed in float64 token by token, so how the rows are batched makes no difference beyond the
-    rounding of the model itself. The model is put into evaluation mode.
+    rounding of the model itself. Logits are float32, whatever the model's dtype, and never more at a time
+    than `phasewise.evaluate.slices` allows. The model is put into evaluation mode.
+
+    answers: a row's scored tokens are one answer, of which also the exact match is given. The model reads the
+    answer's own tokens before each next one, which finds the same exact answers as greedy decoding.
 
     Raises ValueError when nothing is scored.
     """
     model.eval()
     total = torch.zeros(length, dtype=torch.float64)
     scored = torch.zeros(length, dtype=torch.int64)
-    right = rows = 0
+    rows = wrong = whole = 0
     for batch in batches:
         at = None if batch.positions is None else batch.positions.to(device)
         targets = batch.targets.to(device)
-        logits = model(batch.tokens.to(device), at=at).float()
-        losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=NOT_SCORED, reduction="none")
         wanted = targets != NOT_SCORED
-        width = targets.shape[1]
-        total[:width] += losses.double().sum(0).cpu()
-        scored[:width] += wanted.sum(0).cpu()
-        right += int((logits.argmax(-1) == targets)[wanted].sum())
-        rows += targets.shape[0]
+        scored[: wanted.shape[1]] += wanted.sum(0).cpu()
+        rows += len(wanted)
+        missed = torch.zeros(len(wanted), dtype=torch.int64, device=device)
+        for start, logits in sliced_logits(model, batch.tokens.to(device), at=at, first=_first(wanted)):
+            part = slice(start, start + logits.shape[1])
+            losses = F.cross_entropy(
+                logits.transpose(1, 2), targets[:, part], ignore_index=NOT_SCORED, reduction="none"
+            )
+            total[part] += losses.double().sum(0).cpu()
+            missed += (wanted[:, part] & (logits.argmax(-1) != targets[:, part])).sum(1)
+        wrong += int(missed.sum())
+        whole += int((missed == 0).sum())
     count = int(scored.sum())
     if not count:
         raise ValueError(f"no token is scored at length {length}: choose a shorter length or more tokens")
@@ -105,9 +123,16 @@ def measure(
         loss=loss,
         perplexity=math.exp(loss) if loss < LARGEST_EXPONENT else None,
         bits=loss / math.log(2),
-        accuracy=right / count,
+        accuracy=(count - wrong) / count,
         by_position=_bands(total, scored),
+        exact=whole / rows if answers else None,
     )
+
+
+def _first(wanted: Tensor) -> int:
+    """The first place scored in any row, the last place where none is."""
+    places = wanted.any(0).nonzero()
+    return int(places[0]) if len(places) else wanted.shape[1] - 1
 
 
 def _bands(total: Tensor, scored: Tensor) -> tuple[PositionLoss, ...]:

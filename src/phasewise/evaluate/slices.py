@@ -30,16 +30,16 @@ class Split(Protocol):
 
 
 def sliced_logits(
-    model: nn.Module, tokens: Tensor, *, at: Positions | None, first: int = 0, slice_bytes: int = SLICE_BYTES
+    model: nn.Module, tokens: Tensor, *, at: Positions | None, first: int = 0
 ) -> Iterator[tuple[int, Tensor]]:
     """Float32 logits [B, n, V] of places `first` to T - 1 of `tokens` [B, T], each slice with its first place.
 
-    A model that is `Split` and whose logits take more than `slice_bytes` is asked for its hidden states once
+    A model that is `Split` and whose logits take more than `SLICE_BYTES` is asked for its hidden states once
     and for one slice of logits at a time; any other gives them all in one `model(tokens, at=at)`.
     """
     rows, length = tokens.shape
     if isinstance(model, Split):
-        width = max(1, slice_bytes // (4 * rows * model.config.vocab_size))
+        width = max(1, SLICE_BYTES // (4 * rows * model.config.vocab_size))
         if width < length:
             hidden = model.hidden(tokens, at=at)
             for start in range(first, length, width):
