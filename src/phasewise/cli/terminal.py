@@ -13,17 +13,25 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 def fields(recipe: BaseModel) -> list[tuple[str, Any, Any]]:
-    """The fields of a recipe as tyro reads them, without the recipe's checks: those are made in one place."""
+    """The fields of a recipe as tyro reads them, without the recipe's checks: those are made in one place.
+
+    A choice among types is read as text: the name of a kind, or its settings in JSON.
+    """
     import tyro
 
-    return [
-        (
-            name,
-            Annotated[info.annotation, tyro.conf.arg(help=info.description)],
-            field(default=getattr(recipe, name)),
+    found = []
+    for name, info in type(recipe).model_fields.items():
+        annotation, default = info.annotation, getattr(recipe, name)
+        if isinstance(default, BaseModel):
+            annotation, default = str, _as_text(default)
+        found.append(
+            (name, Annotated[annotation, tyro.conf.arg(help=info.description)], field(default=default))
         )
-        for name, info in type(recipe).model_fields.items()
-    ]
+    return found
+
+
+def _as_text(settings: Any) -> str:
+    return settings.kind if settings == type(settings)() else settings.model_dump_json()
 
 
 def one_line(error: Exception) -> str:

@@ -1,24 +1,41 @@
 """Checkpoints written whole or not at all, whose name holds the hash of their content.
 
-A checkpoint is one file that `torch.load` reads, `checkpoint-<step>-<hash>.pt`. The name is given by one
-rename after everything is on the disk; the hash tells a damaged file, which torch itself would read in part.
+A checkpoint is a folder, `checkpoint-<step>-<hash>`, in the format of torch.distributed.checkpoint: each
+process writes what it holds, and any number of processes read it back. Its facts.json holds the hash of each
+file, and the folder's name that of facts.json. One rename gives the name after everything is on the disk.
 """
 
 import hashlib
 import os
 import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-_NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{12})\.pt")
+from phasewise.data import Corpus
+from phasewise.train.processes import Processes
+from phasewise.train.recipe import PLACEMENT, TrainRecipe
+
+ALONE = Processes(rank=0, size=1, device=torch.device("cpu"))
+FACTS = "facts.json"
+_NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{12})")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Everything the steps to come depend on; data order is a function of the recipe's seed and the step."""
+class Facts(BaseModel):
+    """What can be known of a checkpoint without reading its tensors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     step: int
     """Steps done."""
@@ -28,63 +45,157 @@ class Checkpoint:
     """The run's recipe, as JSON values."""
     corpus: str
     """SHA-256 of the corpus's tokens."""
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    random: dict[str, torch.Tensor]
-    """States of the random generators, by device type."""
+    generators: tuple[str, ...] = ()
+    """The random generators whose states it holds."""
+    files: dict[str, str] = {}
+    """SHA-256 of each file."""
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint and keep the one before it.
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything the steps to come depend on; data order is a function of the recipe's seed and the step."""
+
+    step: int
+    seconds: float
+    recipe: dict[str, Any]
+    corpus: str
+    state: dict[str, Any]
+    """Tensors and plain values in nested dicts; of sharded tensors, this process's part. "random" holds the
+    states of generators, each under a name that no other process uses."""
+
+
+def save(folder: Path, checkpoint: Checkpoint, *, processes: Processes = ALONE) -> Path:
+    """Write a checkpoint and keep the one before it; every process calls it.
 
     Raises OSError, with the path, when it cannot be written; the earlier ones are then as they were.
     """
     earlier = saved(folder)
-    temporary = folder / "checkpoint.partial"
+    partial = folder / "checkpoint.partial"
+    if processes.first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    processes.gather(None)
     try:
-        with temporary.open("wb") as file:
-            torch.save(vars(checkpoint), file)
-            file.flush()
-            os.fsync(file.fileno())
-        path = folder / f"checkpoint-{checkpoint.step:08d}-{_digest(temporary)}.pt"
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
-        # torch answers an error of the file with one of its own, which says nothing of the disk.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise OSError(cause.errno, cause.strerror, str(temporary)) from error
+        writer = FileSystemWriter(partial, overwrite=True)
+        with _quietly(partial):
+            save_sharded(checkpoint.state, storage_writer=writer, no_dist=processes.size == 1)
+        written = sorted(path for path in partial.iterdir() if _writer(path) == processes.rank)
+        hashes = processes.gather({path.name: _sha256(path) for path in written})
+        facts = Facts(
+            **{name: value for name, value in vars(checkpoint).items() if name != "state"},
+            generators=tuple(
+                sorted(name for some in processes.gather(tuple(checkpoint.state["random"])) for name in some)
+            ),
+            files={name: digest for some in hashes for name, digest in some.items()},
+        )
+        text = facts.model_dump_json(indent=2).encode()
+        path = folder / f"checkpoint-{checkpoint.step:08d}-{hashlib.sha256(text).hexdigest()[:12]}"
+        if processes.first:
+            _write(partial / FACTS, text)
+            # A step that is saved again has the content it had.
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(partial, path)
     finally:
-        temporary.unlink(missing_ok=True)
-    for old in earlier[:-1]:
-        old.unlink()
+        if processes.first:
+            shutil.rmtree(partial, ignore_errors=True)
+    if processes.first:
+        for old in earlier[:-1]:
+            shutil.rmtree(old)
+    processes.gather(None)
     return path
 
 
 def saved(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the furthest last."""
-    return sorted(path for path in folder.glob("checkpoint-*.pt") if _NAME.fullmatch(path.name))
+    return sorted(path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name))
 
 
-def load(path: Path, *, device: torch.device) -> Checkpoint:
-    """Read a checkpoint onto a device.
-
-    Raises ValueError for a file whose content is not what was written, naming the one before it.
-    """
+def facts(path: Path) -> Facts:
+    """What a checkpoint says of itself; ValueError, naming the one before it, when that is damaged."""
     match = _NAME.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"{path} is not named like a checkpoint (checkpoint-<step>-<hash>.pt)")
-    if _digest(path) != match[2]:
-        before = [other for other in saved(path.parent) if other.name < path.name]
-        remedy = (
-            f"delete it to go on from {before[-1].name}" if before else "delete it to start this run again"
+        raise ValueError(f"{path} is not named like a checkpoint (checkpoint-<step>-<hash>)")
+    try:
+        text = (path / FACTS).read_bytes()
+        if hashlib.sha256(text).hexdigest()[:12] != match[2]:
+            raise _damaged(path, FACTS)
+        return Facts.model_validate_json(text)
+    except (ValidationError, FileNotFoundError) as error:
+        raise _damaged(path, FACTS) from error
+
+
+def load(path: Path, state: dict[str, Any], *, processes: Processes = ALONE) -> Facts:
+    """Read a checkpoint into the tensors of `state`; plain values are replaced. Every process calls it.
+
+    Generators that the checkpoint does not know, as of processes there were not, are taken out of "random".
+
+    Raises ValueError for a file whose content is not what was written, naming the checkpoint before it, and
+    for a state of other names or shapes.
+    """
+    known = facts(path)
+    mine = sorted(known.files)[processes.rank :: processes.size]
+    bad = [name for name in mine if not (path / name).exists() or _sha256(path / name) != known.files[name]]
+    if damaged := [name for some in processes.gather(bad) for name in some]:
+        raise _damaged(path, ", ".join(damaged))
+    state["random"] = {name: seen for name, seen in state["random"].items() if name in known.generators}
+    try:
+        with _quietly(path):
+            load_sharded(state, storage_reader=FileSystemReader(path), no_dist=processes.size == 1)
+    except CheckpointException as error:
+        reason = str(next(iter(error.failures.values()))[0]).splitlines()[0]
+        raise ValueError(f"{path} does not fit this model ({reason}): use another folder") from error
+    return known
+
+
+def require_same_run(path: Path, recipe: TrainRecipe, corpus: Corpus) -> None:
+    """Raise ValueError unless the checkpoint is of this recipe, but for its placement, and of this corpus."""
+    known, now = facts(path), recipe.model_dump(mode="json")
+    differing = sorted(
+        name for name in now if name not in PLACEMENT and known.recipe.get(name, now[name]) != now[name]
+    )
+    if differing:
+        raise ValueError(f"{path} was trained with another {', '.join(differing)}: use another folder")
+    if known.corpus != corpus.sha256:
+        raise ValueError(
+            f"the corpus {corpus.name} has changed since {path} was written: "
+            "use another folder, or the data as it was"
         )
-        raise ValueError(f"{path} is damaged (its content does not match the hash in its name): {remedy}")
-    content = torch.load(path, map_location=device, weights_only=True)
-    content["random"] = {kind: state.cpu() for kind, state in content["random"].items()}
-    return Checkpoint(**content)
 
 
-def _digest(path: Path) -> str:
+def _damaged(path: Path, what: str) -> ValueError:
+    before = [other for other in saved(path.parent) if other.name < path.name]
+    remedy = f"delete it to go on from {before[-1].name}" if before else "delete it to start this run again"
+    return ValueError(f"{path} is damaged ({what} is not what was written): {remedy}")
+
+
+@contextmanager
+def _quietly(path: Path) -> Iterator[None]:
+    """What the disk refuses comes out as OSError, whatever torch makes of it; one process is no warning."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            yield
+    except CheckpointException as error:
+        failure: BaseException | None = next(iter(error.failures.values()))[0]
+        while failure is not None and not isinstance(failure, OSError):
+            failure = failure.__context__
+        if failure is None:
+            raise
+        raise OSError(failure.errno, failure.strerror, str(path)) from error
+
+
+def _writer(path: Path) -> int:
+    """The rank that wrote a file of torch.distributed.checkpoint: `__<rank>_<number>.distcp`, or `.metadata`."""
+    return int(path.name.split("_")[2]) if path.suffix == ".distcp" else 0
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+        return hashlib.file_digest(file, "sha256").hexdigest()

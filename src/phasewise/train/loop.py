@@ -3,22 +3,30 @@
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import TextIO
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from phasewise.data import Corpus, batch
+from phasewise.data import Corpus, windows
 from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
-from phasewise.record import replacing
-from phasewise.train.checkpoint import Checkpoint, load, save, saved
-from phasewise.train.optimizer import build_optimizer, learning_rate
+from phasewise.train.checkpoint import Checkpoint, load, require_same_run, save, saved
+from phasewise.train.metrics import cut, losses_until
+from phasewise.train.optimizer import learning_rate
+from phasewise.train.prefetch import ahead
+from phasewise.train.processes import Processes
 from phasewise.train.recipe import TrainRecipe
+from phasewise.train.trainer import Trainer
+
+VALIDATION_TOKENS = 8192
+Record = dict[str, float]
 
 
 class Diverged(Exception):
@@ -41,59 +49,42 @@ def train(
     corpus: Corpus,
     folder: Path,
     *,
-    device: torch.device,
+    device: torch.device | Processes,
     on_step: Callable[[int, float], None] = lambda _step, _loss: None,
+    on_record: Callable[[Record, float], None] = lambda _record, _seconds: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Trained:
     """Train to the recipe's last step, from the furthest checkpoint in the folder if there is one.
 
-    Writes `metrics.jsonl`, a line a step, and checkpoints. `on_step(steps_done, loss)` is told of each step;
-    when `stop()` says so the step's checkpoint is written and Interrupted raised. A run in several sittings
-    equals the run in one, dropout included. The caller's random state is left as it was.
+    device: where; or, called in each of several processes, this one's place among them (`processes.join`).
+
+    Writes `metrics.jsonl`, a line a step, and checkpoints. `on_step(steps_done, loss)` is told of each step,
+    `on_record(metrics, seconds)` of its line and the time spent in steps so far. On a GPU both hear of a step
+    when the next one has begun, so that the device never waits. When `stop()` says so a checkpoint is written
+    and Interrupted raised. A run in several sittings equals the run in one, dropout included. The caller's
+    random state is left as it was.
 
     Raises ValueError for a damaged checkpoint or one of another recipe or corpus, Diverged when the loss
     is no longer a number (the last checkpoint stays).
     """
+    processes = device if isinstance(device, Processes) else Processes(rank=0, size=1, device=device)
+    recipe.divide(processes.size)
     folder.mkdir(parents=True, exist_ok=True)
-    devices = [device] if device.type == "cuda" else []
-    with cpu_threads(recipe.threads), torch.random.fork_rng(devices=devices):
-        torch.manual_seed(recipe.seed)
-        model = Transformer(recipe.model).to(device).train()
-        optimizer = build_optimizer(recipe, model)
-        done, seconds = 0, 0.0
-        if checkpoints := saved(folder):
-            checkpoint = load(checkpoints[-1], device=device)
-            _same_run(checkpoint, recipe, corpus, path=checkpoints[-1])
-            model.load_state_dict(checkpoint.model)
-            optimizer.load_state_dict(checkpoint.optimizer)
-            _set_random(checkpoint.random, device)
-            done, seconds = checkpoint.step, checkpoint.seconds
-        losses = _truncate(folder / "metrics.jsonl", done)
-        with (folder / "metrics.jsonl").open("a", buffering=1) as metrics:
-            for step in range(done, recipe.steps):
-                started = perf_counter()
-                record = _step(recipe, corpus, model, optimizer, step, device)
-                seconds += perf_counter() - started
-                losses.append(record["loss"])
-                metrics.write(json.dumps(record) + "\n")
-                on_step(step + 1, record["loss"])
-                stopping = stop() and step + 1 < recipe.steps
-                if stopping or (step + 1) % recipe.checkpoint_every == 0 or step + 1 == recipe.steps:
-                    os.fsync(metrics.fileno())
-                    checkpoint = Checkpoint(
-                        step=step + 1,
-                        seconds=seconds,
-                        recipe=recipe.model_dump(mode="json"),
-                        corpus=corpus.sha256,
-                        model=model.state_dict(),
-                        optimizer=optimizer.state_dict(),
-                        random=_get_random(device),
-                    )
-                    save(folder, checkpoint)
-                if stopping:
-                    raise Interrupted(f"step {step + 1} of {recipe.steps}")
-    tail = losses[-max(recipe.steps // 10, 1) :]
-    return Trained(model.eval(), math.fsum(tail) / len(tail), seconds)
+    with ExitStack() as stack:
+        stack.enter_context(cpu_threads(recipe.threads))
+        cuda = [processes.device] if processes.device.type == "cuda" else []
+        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        trainer = Trainer(recipe, processes)
+        done, seconds = _restore(trainer, corpus, folder)
+        path = folder / "metrics.jsonl"
+        losses = losses_until(path, done)
+        if processes.first:
+            cut(path, done)
+        metrics = stack.enter_context((path if processes.first else Path(os.devnull)).open("a", buffering=1))
+        sitting = _Sitting(trainer, corpus, folder, metrics, losses, seconds, on_step, on_record)
+        sitting.run(done, stop)
+        tail = losses[-max(recipe.steps // 10, 1) :]
+        return Trained(trainer.whole(), math.fsum(tail) / len(tail), sitting.seconds)
 
 
 @contextmanager
@@ -107,71 +98,123 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _step(
-    recipe: TrainRecipe,
-    corpus: Corpus,
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    device: torch.device,
-) -> dict[str, float]:
-    rate = learning_rate(recipe, step)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    drawn = batch(
-        corpus, "train", step=step, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed
-    )
-    places = None if drawn.positions is None else drawn.positions.to(device)
-    logits = model(drawn.tokens.to(device), at=places)
-    loss = F.cross_entropy(logits.flatten(0, 1), drawn.targets.to(device).flatten())
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-    value, size = loss.item(), norm.item()
-    if not (math.isfinite(value) and math.isfinite(size)):
-        raise Diverged(
-            f"training diverged at step {step + 1}: loss {value}, gradient norm {size}. "
+class _Reading:
+    """A few numbers on their way from the device, which does not wait for them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.host, self.arrived = values, None
+        if values.device.type == "cuda":
+            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.host.copy_(values, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def values(self) -> list[float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.host.tolist()
+
+
+@dataclass
+class _Sitting:
+    """The steps of one sitting, and what is written of them."""
+
+    trainer: Trainer
+    corpus: Corpus
+    folder: Path
+    metrics: TextIO
+    losses: list[float]
+    seconds: float
+    on_step: Callable[[int, float], None]
+    on_record: Callable[[Record, float], None]
+    pending: deque[tuple[int, _Reading]] = field(default_factory=deque)
+    stopping: bool = False
+
+    def run(self, done: int, stop: Callable[[], bool]) -> None:
+        recipe, processes = self.trainer.recipe, self.trainer.processes
+        behind = 1 if processes.device.type == "cuda" else 0
+        with ahead(recipe, self.corpus, processes, start=done) as steps:
+            for step, parts in enumerate(steps, start=done):
+                started = perf_counter()
+                values = self.trainer.step(step, parts)
+                asked = processes.sum(torch.full_like(values[:1], float(stop())))
+                self.pending.append((step, _Reading(torch.cat([values, asked]))))
+                self._read(0 if _is_due(step, recipe.evaluate_every) else behind)
+                last = step + 1 == recipe.steps
+                stopping = self.stopping and not last
+                saving = stopping or last or _is_due(step, recipe.checkpoint_every)
+                if saving:
+                    self._read(0)
+                self.seconds += perf_counter() - started
+                if saving:
+                    self._save(step + 1)
+                if stopping:
+                    raise Interrupted(f"step {step + 1} of {recipe.steps}")
+
+    def _read(self, keep: int) -> None:
+        """Take note of the steps taken, all but the last `keep`."""
+        while len(self.pending) > keep:
+            step, reading = self.pending.popleft()
+            loss, norm, asked = reading.values()
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise self._diverged(step, loss, norm)
+            rate = learning_rate(self.trainer.recipe, step)
+            record = {"step": step + 1, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
+            if _is_due(step, self.trainer.recipe.evaluate_every):
+                record["validation_loss"] = self._validate()
+            self.losses.append(loss)
+            self.metrics.write(json.dumps(record) + "\n")
+            self.on_step(step + 1, loss)
+            self.on_record(record, self.seconds)
+            self.stopping = self.stopping or asked > 0
+
+    def _validate(self) -> float:
+        started = perf_counter()
+        recipe = self.trainer.recipe
+        loss = self.trainer.measure(
+            windows(
+                self.corpus,
+                "validation",
+                length=recipe.context,
+                limit_tokens=recipe.evaluate_tokens,
+                batch_size=max(1, VALIDATION_TOKENS // recipe.context),
+            )
+        ).loss
+        self.seconds -= perf_counter() - started
+        return loss
+
+    def _save(self, done: int) -> None:
+        os.fsync(self.metrics.fileno())
+        checkpoint = Checkpoint(
+            step=done,
+            seconds=self.seconds,
+            recipe=self.trainer.recipe.model_dump(mode="json"),
+            corpus=self.corpus.sha256,
+            state=self.trainer.state(),
+        )
+        save(self.folder, checkpoint, processes=self.trainer.processes)
+
+    def _diverged(self, step: int, loss: float, norm: float) -> Diverged:
+        kept = saved(self.folder)
+        where = f"; {kept[-1]} is from before" if kept else ""
+        return Diverged(
+            f"training diverged at step {step + 1}: loss {loss}, gradient norm {norm}{where}. "
             "Lower the learning rate or lengthen the warm-up"
         )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return {"step": step + 1, "loss": value, "learning_rate": rate, "gradient_norm": size}
 
 
-def _same_run(checkpoint: Checkpoint, recipe: TrainRecipe, corpus: Corpus, *, path: Path) -> None:
-    now = recipe.model_dump(mode="json")
-    differing = sorted(name for name in now if checkpoint.recipe.get(name) != now[name])
-    if differing:
-        raise ValueError(f"{path} was trained with another {', '.join(differing)}: use another folder")
-    if checkpoint.corpus != corpus.sha256:
-        raise ValueError(
-            f"the corpus {corpus.name} has changed since {path} was written: "
-            "use another folder, or the data as it was"
-        )
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and (step + 1) % every == 0
 
 
-def _truncate(path: Path, steps: int) -> list[float]:
-    """Cut the metrics back to the checkpointed step and give the losses that stay."""
-    remedy = f"restore it, or delete {path.parent} to train this model again"
-    try:
-        lines = path.read_text().splitlines()[:steps] if path.exists() else []
-        losses = [float(json.loads(line)["loss"]) for line in lines]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged (not every line is a step's metrics): {remedy}") from error
-    if len(lines) < steps:
-        raise ValueError(f"{path} holds {len(lines)} of the checkpoint's {steps} steps: {remedy}")
-    with replacing(path) as unfinished:
-        unfinished.write_text("".join(line + "\n" for line in lines))
-    return losses
-
-
-def _get_random(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_random(states: dict[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+def _restore(trainer: Trainer, corpus: Corpus, folder: Path) -> tuple[int, float]:
+    """Bring the trainer to the furthest checkpoint; the steps done and the seconds they took."""
+    checkpoints = saved(folder)
+    if not checkpoints:
+        return 0, 0.0
+    path = checkpoints[-1]
+    require_same_run(path, trainer.recipe, corpus)
+    state = trainer.state()
+    known = load(path, state, processes=trainer.processes)
+    trainer.restore(state)
+    return known.step, known.seconds

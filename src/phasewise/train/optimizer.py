@@ -1,7 +1,5 @@
 """AdamW and its learning rate at each step."""
 
-import math
-
 import torch
 
 from phasewise.encodings import Encoding
@@ -10,7 +8,7 @@ from phasewise.train.recipe import Budget
 
 
 def learning_rate(recipe: Budget, step: int) -> float:
-    """The learning rate of step 0, 1, ..: linear warm-up, then half a cosine down to the final rate.
+    """The learning rate of step 0, 1, ..: linear warm-up, then the schedule down to the final rate.
 
     >>> recipe = Budget(steps=102, warmup=1, learning_rate=1e-3, final_learning_rate=0.0)
     >>> learning_rate(recipe, 0), round(learning_rate(recipe, 51), 6), learning_rate(recipe, 101)
@@ -19,7 +17,7 @@ def learning_rate(recipe: Budget, step: int) -> float:
     if step < recipe.warmup:
         return recipe.learning_rate * (step + 1) / recipe.warmup
     done = (step - recipe.warmup) / max(recipe.steps - 1 - recipe.warmup, 1)
-    share = (1 + math.cos(math.pi * done)) / 2
+    share = recipe.schedule.share(done)
     return share * recipe.learning_rate + (1 - share) * recipe.final_learning_rate
 
 

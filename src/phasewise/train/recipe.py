@@ -1,7 +1,7 @@
 """What a training and a comparison of trainings are made of, as frozen values that JSON holds."""
 
 from collections.abc import Callable
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -15,6 +15,7 @@ from phasewise.data import NAMES
 from phasewise.encodings import named
 from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
 from phasewise.model import ModelConfig
+from phasewise.train.schedule import AnySchedule, Cosine
 
 Value = TypeVar("Value")
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -43,9 +44,11 @@ class Budget(BaseModel):
     learning_rate: float = Field(default=5e-3, gt=0)
     """Highest learning rate, reached at the end of the warm-up."""
     final_learning_rate: float = Field(default=5e-4, ge=0)
-    """Learning rate at the last step, the end of a half cosine."""
+    """Learning rate at the last step."""
     warmup: int = Field(default=50, ge=0, le=10**9)
     """Steps over which the learning rate rises linearly."""
+    schedule: AnySchedule = Cosine()
+    """How the learning rate goes from there to the final one: cosine | wsd."""
     weight_decay: float = Field(default=0.1, ge=0)
     """AdamW's decoupled decay, on matrices only."""
     beta2: float = Field(default=0.99, gt=0, lt=1)
@@ -87,6 +90,34 @@ class TrainRecipe(Budget):
 
     model: ModelConfig
     seed: Seed
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products are computed in; weights, positions and the loss are float32 in any case."""
+    compile: bool = False
+    """Compile the blocks of the model and the loss; worth its seconds on a GPU."""
+    recompute: bool = False
+    """Compute each block again in the backward pass instead of keeping its activations."""
+    accumulate: int = Field(default=1, ge=1, le=2**16)
+    """Parts that each process takes its rows of a batch in, one after another."""
+    sharding: Literal["replicated", "sharded"] = "replicated"
+    """Of several processes: a whole model in each (DDP), or a part of every weight (FSDP2)."""
+    evaluate_every: Annotated[int, Field(ge=1, le=10**9)] | None = None
+    """Steps between measurements of the validation loss; none given: none."""
+    evaluate_tokens: int = Field(default=2**16, ge=1, le=10**12)
+    """Tokens of the validation split that are scored for it (of a task: examples)."""
+
+    def divide(self, processes: int) -> int:
+        """The rows of one part in one process; ValueError when a batch does not divide."""
+        rows, rest = divmod(self.batch_size, processes * self.accumulate)
+        if rest:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into {processes} processes x "
+                f"accumulate {self.accumulate}: choose a multiple of {processes * self.accumulate}"
+            )
+        return rows
+
+
+PLACEMENT = ("sharding", "accumulate", "recompute", "compile")
+"""What may change when a run is resumed: it changes where numbers are computed, and at most how they round."""
 
 
 class CompareRecipe(Budget):

@@ -1,0 +1,91 @@
+"""The processes of one training: who this one is, and what they say to each other.
+
+`accelerate launch` and torchrun start them; without a launcher there is one, and nothing is communicated.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+from phasewise.device import usable
+from phasewise.model import Transformer
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that train one model: its rank, how many there are, and its device.
+
+    >>> alone = Processes(rank=0, size=1, device=torch.device("cpu"))
+    >>> alone.first, alone.gather("mine")
+    (True, ['mine'])
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`values` added up over the processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank; returns when all have called."""
+        found = [value]
+        if self.size > 1:
+            found = [None] * self.size
+            dist.all_gather_object(found, value)
+        return found
+
+
+def join(device: torch.device | str) -> Processes:
+    """This process among those that the launcher started; on CUDA each has the device of its local rank.
+
+    Raises ValueError for a device that cannot be used, and without accelerate where a launcher was used.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        return Processes(rank=0, size=1, device=usable(device))
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise ValueError("several processes need accelerate: pip install 'phasewise[train]'") from error
+    state = PartialState(cpu=torch.device(device).type == "cpu")
+    return Processes(state.process_index, state.num_processes, usable(state.device or device))
+
+
+def leave() -> None:
+    """End the communication that `join` began, if it did."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def replicated(objective: nn.Module, processes: Processes) -> nn.Module:
+    """The module with a whole copy of the model in each process, gradients averaged: torch's DDP."""
+    if processes.size == 1:
+        return objective
+    return DistributedDataParallel(objective, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def sharded(model: Transformer) -> None:
+    """Give each process a part of every weight, in place; blocks are gathered one at a time: torch's FSDP2.
+
+    Weights travel in float32 and autocast narrows them where they are used: a policy that sends them in
+    bfloat16 would send PoPE's phases so too.
+    """
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for name in ("hidden", "logits"):
+        register_fsdp_forward_method(model, name)
