@@ -20,6 +20,9 @@ from phasewise.encodings.base import Encoding
 from phasewise.positions import Positions
 
 Order = Literal["zigzag", "contiguous"]
+_ALL_GATHER = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # its name before torch 2.13
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Sharding:
         """What all processes hold along `dim`, in the order of the row."""
         first = part.movedim(dim, 0).contiguous()
         whole = first.new_empty(self.size * len(first), *first.shape[1:])
-        dist.all_gather_into_tensor(whole, first, group=self.group)
+        _ALL_GATHER(whole, first, group=self.group)
         return self._reordered(whole, self._held_at()).movedim(0, dim)
 
     def reduce(self, whole: Tensor, *, dim: int) -> Tensor:
