@@ -200,3 +200,11 @@ def test_counts_do_not_depend_on_how_they_are_chunked(monkeypatch):
     whole = dependency(tokens, lengths, distances=[1, 5, 600])
     monkeypatch.setattr(module, "CHUNK", 7)
     np.testing.assert_array_equal(dependency(tokens, lengths, distances=[1, 5, 600]).parts, whole.parts)
+
+
+def test_what_follows_may_be_another_sequence() -> None:
+    tokens = np.random.default_rng(2).integers(0, 8, 20_000).astype(np.uint8)
+    answers = np.roll(tokens, 6)
+    curve = dependency(tokens, np.full(40, 500), distances=[1, 5, 6, 7], later=answers)
+    assert curve.value[2] == pytest.approx(math.log(8), abs=0.01)
+    assert (np.abs(curve.value[[0, 1, 3]]) < FEW_ERRORS * curve.error[[0, 1, 3]]).all()

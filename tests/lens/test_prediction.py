@@ -80,7 +80,12 @@ def test_nothing_known_is_undecided_and_a_scale_of_one_works() -> None:
     assert predict_interpolation(1).outcome == "works"
 
 
-@pytest.mark.parametrize("given", [{"scale": 0.5}, {"scale": 2, "width": 0}, {"scale": 2, "theta_eff": -1.0}])
-def test_values_without_meaning_are_refused(given: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("scale", "width", "theta_eff"),
+    [(0.5, None, None), (2, 0.0, None), (2, None, -1.0), (np.inf, None, None)],
+)
+def test_values_without_meaning_are_refused(
+    scale: float, width: float | None, theta_eff: float | None
+) -> None:
     with pytest.raises(ValueError, match="must be finite"):
-        predict_interpolation(**given)
+        predict_interpolation(scale, width=width, theta_eff=theta_eff)

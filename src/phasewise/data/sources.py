@@ -7,10 +7,13 @@ from pathlib import Path
 from phasewise.data.corpus import Corpus
 from phasewise.data.genome import genome
 from phasewise.data.music import chorales, jsb
+from phasewise.data.suite import KINDS as SUITE
+from phasewise.data.suite import suite
 from phasewise.data.synthetic import indirect_indexing
 from phasewise.data.text import austen, text
 
 NAMES = ("austen", "chorales", "jsb:PATH", "text:PATH", "genome:PATH", "indirect-indexing")
+NAMES += tuple(f"{kind}:BLOCK" for kind in SUITE)
 
 
 def load(
@@ -31,7 +34,8 @@ def load(
     'SENSE AND SENSIBILITY'
     """
     kind, _, path = name.partition(":")
-    if kind not in {known.partition(":")[0] for known in NAMES} or bool(path) != (f"{kind}:PATH" in NAMES):
+    takes = {known.partition(":")[0]: known.partition(":")[2] for known in NAMES}
+    if kind not in takes or bool(path) != bool(takes[kind]):
         raise ValueError(f"no corpus {name!r}; there are {', '.join(NAMES)}")
     if tokenizer != "bytes" and kind not in ("austen", "text"):
         raise ValueError(f"{kind} is not text, so tokenizer={tokenizer!r} has no meaning; leave it out")
@@ -50,5 +54,13 @@ def load(
             return genome(Path(path).expanduser())
         case "text":
             return text(Path(path).expanduser(), tokenizer=tokenizer, separator=separator)
+        case _ if kind in SUITE:
+            return suite(kind, _block(name, path))
         case _:
             return indirect_indexing()
+
+
+def _block(name: str, written: str) -> int:
+    if not (written.isascii() and written.isdecimal()):
+        raise ValueError(f"{name} needs a block length in tokens, as in {name.partition(':')[0]}:16")
+    return int(written)

@@ -100,6 +100,7 @@ def dependency(
     lengths: np.ndarray,
     *,
     distances: Sequence[int] | np.ndarray,
+    later: np.ndarray | None = None,
     shuffle: Shuffle = "document",
     seed: int = 0,
     on_distance: Callable[[int], None] = lambda done: None,
@@ -109,6 +110,7 @@ def dependency(
 
     classes: uint8 [tokens], all documents in a row, at most 256 classes. lengths: int [documents].
     distances: ascending, from 1 to the longest document's last. on_distance is told how many are done.
+    later: uint8 [tokens], what the second of two tokens is taken from, where it is not `classes` itself.
     stop is asked before each distance: when it says so, the curve has the distances that were done; if none
         were, KeyboardInterrupt is raised.
     shuffle: the baseline is the same estimate after the tokens of each document, or of the corpus, were put
@@ -135,7 +137,10 @@ def dependency(
     lengths = np.asarray(lengths, dtype=np.int64)
     distances = np.asarray(distances, dtype=np.int64)
     _require(classes, lengths, distances)
+    assert later is None or later.shape == classes.shape
     tokens, count = _renumbered(classes)
+    following, following_count = (tokens, count) if later is None else _renumbered(later)
+    count = max(count, following_count)
     remaining = _remaining(lengths)
     edges, blocks = _blocks(lengths)
     shuffled = _shuffled(tokens, lengths, shuffle, np.random.default_rng(seed))
@@ -144,14 +149,15 @@ def dependency(
     for done, distance in enumerate(distances.tolist(), start=1):
         if stop():
             break
-        own = _joint(tokens, remaining, edges, distance, count)
+        own = _joint(tokens, following, remaining, edges, distance, count)
         counted = own.sum(1)
         if np.count_nonzero(counted) < 2:
             raise ValueError(
                 f"pairs of tokens {distance} apart lie in fewer than two blocks of the corpus, so they "
                 "have no error bars; ask for shorter distances, or give a longer corpus"
             )
-        chance = _jackknifed(_joint(shuffled, remaining, edges, distance, count))
+        after = shuffled if later is None else following
+        chance = _jackknifed(_joint(shuffled, after, remaining, edges, distance, count))
         pairs.append(int(counted.sum()))
         parts.append(_jackknifed(own) - chance)
         shares.append(counted / counted.sum())
@@ -192,9 +198,14 @@ def _jackknifed(counts: np.ndarray) -> np.ndarray:
 
 
 def _joint(
-    tokens: np.ndarray, remaining: np.ndarray, edges: np.ndarray, distance: int, classes: int
+    tokens: np.ndarray,
+    following: np.ndarray,
+    remaining: np.ndarray,
+    edges: np.ndarray,
+    distance: int,
+    classes: int,
 ) -> np.ndarray:
-    """Counts of pairs `distance` apart in one document, int64 [B, k * k].
+    """Counts of a token and what follows `distance` later in its document, int64 [B, k * k].
 
     A block's code buffer (8 bytes a pair) and its table (512 KiB for 256 classes) stay in the second-level
     cache or near it; bincount gets the type it wants and copies nothing.
@@ -206,7 +217,7 @@ def _joint(
             if first >= last:
                 break
             codes = np.multiply(tokens[first:last], classes, dtype=np.intp)
-            codes += tokens[first + distance : last + distance]
+            codes += following[first + distance : last + distance]
             codes = codes[remaining[first:last] >= distance]
             counts[block] += np.bincount(codes, minlength=classes * classes)
     return counts

@@ -55,7 +55,8 @@ def predict_interpolation(
     width: of the trained kernel, tokens.
     theta_eff: of the trained model, radians per token, see `phasewise.lens.spectrum.Use`.
 
-    What is left out is not known. Data decide alone where weights are not given; weights alone can only say that it fails.
+    What is left out is not known. Data decide alone where weights are not given; weights alone can only say
+    that it fails.
     Raises ValueError for a scale below 1 and for a width or a frequency that is not above 0.
 
     >>> stretched = Dilation(factor=3.8, interval=(3.5, 4.1), misfit=0.02, stretch=4.0, relative=0.96)
