@@ -4,10 +4,11 @@ import torch
 from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
 from phasewise.evaluate.slices import Split
 from phasewise.frequencies import NTK, DynamicYaRN, Explicit, Geometric, Linear, Llama3, YaRN
-from phasewise.hf.language_model import listed, open_language_model
+from phasewise.hf.language_model import open_language_model
+from phasewise.hf.settings import listed
 from phasewise.model import ModelConfig, Transformer, folder, rescaled
 from phasewise.positions import Positions
-from tests.hf.tiny import tiny
+from tests.hf.tiny import MODELS, tiny
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
 
@@ -70,6 +71,31 @@ def test_layers_of_a_decoder_turn_at_the_rates_of_the_rule_it_is_served_with(rul
         served = layer.encoding.frequencies
         assert torch.allclose(served.rates(8), rule.rates(8), rtol=1e-5)
         assert served.attention_factor(8) == pytest.approx(rule.attention_factor(8), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("gptj")])
+def test_every_family_is_served_with_a_rule_and_shares_its_weights(name, tmp_path):
+    saved(name, tmp_path)
+    model = open_language_model(tmp_path)
+    before = model(TOKENS)
+    served = model.served(Linear(base=3e4, factor=3.0))
+    layers = []
+    HFReader(served.network).read(TOKENS, lambda layer, *_: layers.append(layer.encoding))
+    n = served.channels
+    assert torch.allclose(layers[-1].frequencies.rates(n), Geometric(base=3e4).rates(n) / 3, rtol=1e-5)
+    pairs = zip(model.parameters(), served.parameters(), strict=True)
+    assert all(one is other for one, other in pairs)
+    assert torch.equal(model(TOKENS), before)
+    assert not torch.allclose(served(TOKENS), before)
+
+
+def test_native_length_counts_a_factor_from_the_original_length(tmp_path):
+    lengths = {}
+    for name in ("llama", "llama, llama3 rule", "llama, yarn"):
+        saved(name, tmp_path / name)
+        facts = open_language_model(tmp_path / name).config
+        lengths[name] = (facts.trained_length, facts.native_length)
+    assert lengths == {"llama": (256, 256), "llama, llama3 rule": (64, 512), "llama, yarn": (64, 256)}
 
 
 def test_windowed_layers_keep_their_rates_when_a_rule_is_served(tmp_path):

@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +22,10 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
-    adapt: Callable[[Any], None] = lambda config: None,
 ) -> PreTrainedModel:
     """The decoder in `folder`, in the dtype it is stored in unless `dtype` names another, for evaluation.
 
     The folder holds config.json and weights, or one .gguf file, whose weights are dequantised.
-    adapt: changes the config before the model is built.
 
     Raises ValueError, naming what is wrong, for a folder without config.json or weights, a shard or tensor
     that is missing or of another shape, an architecture that transformers lacks, one that is no decoder, and
@@ -38,7 +36,6 @@ def load(
     config = _config(folder, source)
     if not source:
         _require_weights(folder)
-    adapt(config)
     with _quiet():
         try:
             both: Any = AutoModelForCausalLM.from_pretrained(

@@ -1,44 +1,46 @@
 """Any checkpoint as a language model: tokens to logits, with its own rates or with others.
 
-A Hugging Face decoder gets another rule through its config, before it is built: what is measured is then what
-the same setting gives its user. A model of this library is rebuilt around the same weights.
+A Hugging Face decoder is given another rule as its users give it: in its config, from which its own rotary
+modules are built anew. So what is measured is what the setting does. Weights are shared, never copied.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from phasewise.device import floating, usable
-from phasewise.frequencies import AnyFrequencies, Explicit, Frequencies, LongRoPE
-from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
+from phasewise.encodings import PoPEConfig, RoPEConfig
+from phasewise.frequencies import AnyFrequencies
+from phasewise.hf.settings import global_settings, native_length, write
+from phasewise.model import Transformer, rescaled
 from phasewise.model import folder as own
-from phasewise.model import rescaled
+from phasewise.model.reading import Reader, TransformerReader
 from phasewise.positions import Positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-SLIDING = "sliding_attention"
-LISTED_BASE = 10_000.0
 
 
 @dataclass(frozen=True)
 class Facts:
     """What is known of a checkpoint before it reads.
 
-    trained_length: tokens; None where the config does not say, as that of this library's models.
+    trained_length: tokens of the original training; None where the config does not say, as that of this
+    library's models. native_length: tokens that the checkpoint as it is, its own scaling included, is for.
     """
 
     family: str
     vocab_size: int
     trained_length: int | None
+    native_length: int | None
 
 
 class LanguageModel(nn.Module, ABC):
@@ -53,6 +55,27 @@ class LanguageModel(nn.Module, ABC):
 
         Raises ValueError for a Hugging Face config that contradicts itself, and layers with different rules.
         """
+
+    @property
+    @abstractmethod
+    def head_dim(self) -> int:
+        """Channels of a query head, of which the encoding turns some or all."""
+
+    @property
+    @abstractmethod
+    def channels(self) -> int | None:
+        """How many rates the rule in use gives: pairs of RoPE, channels of PoPE; None without a rule."""
+
+    @abstractmethod
+    def served(self, rule: AnyFrequencies) -> LanguageModel:
+        """The same weights with other rates, in every layer that sees the whole context.
+
+        The share of channels that turn stays. Raises ValueError for a rule that the model cannot be served with.
+        """
+
+    @abstractmethod
+    def reader(self, *, trained_length: int | None = None) -> Reader:
+        """Reads its queries and keys. trained_length: for a model whose config does not say it."""
 
     @abstractmethod
     def forward(self, tokens: Tensor, *, at: Positions | None = None, keep: int | None = None) -> Tensor:
@@ -79,8 +102,7 @@ def open_language_model(
 ) -> LanguageModel:
     """The checkpoint in folder `path`: of this library, or a decoder of Hugging Face (safetensors, or a .gguf).
 
-    rule: served with these rates instead of its own, in every layer that sees the whole context; the share
-    of channels that turn stays. dtype: float32 | bfloat16 | float16; None: as stored.
+    rule: `served` with these rates instead of its own. dtype: float32 | bfloat16 | float16; None: as stored.
 
     Raises ValueError for a folder without a whole, finite model, a device that is not there, and a rule that
     the model cannot be served with.
@@ -98,13 +120,16 @@ def open_language_model(
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}; give the folder of a checkpoint")
     if not is_hugging_face(folder):
-        return _Own(folder, rule, precision, device)
-    try:
-        return _HuggingFace(folder, rule, precision, device)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
-        ) from error
+        model: LanguageModel = _Own(_own(folder, precision, device))
+    else:
+        try:
+            from phasewise.hf.checkpoint import load
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
+            ) from error
+        model = _HuggingFace(load(folder, dtype=precision, device=device))
+    return model if rule is None else model.served(rule)
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -124,52 +149,49 @@ def is_hugging_face(folder: Path) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
-def listed(rule: Explicit, *, original_length: int, base: float = LISTED_BASE) -> LongRoPE:
-    """The same rates as divisors of base^(-i/n), the one form in which engines take a list of rates.
-
-    original_length: where LongRoPE would switch between its two lists, which here are one and the same.
-    Raises ValueError for a rate of 0, which no divisor gives.
-
-    >>> listed(Explicit(values=[1.0, 0.005]), original_length=2048).long_factor
-    (1.0, 2.0)
-    """
-    n = len(rule.values)
-    if not all(rule.values):
-        raise ValueError("a list with rates of 0 has no form in a Hugging Face config; give rates above 0")
-    divisors = tuple(base ** (-i / n) / rate for i, rate in enumerate(rule.values))
-    return LongRoPE(
-        base=base,
-        short_factor=divisors,
-        long_factor=divisors,
-        original_length=original_length,
-        attention=rule.attention,
-    )
+def _own(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
+    model = own.load(folder, device=device)
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken")
+    return model if dtype is None else model.to(dtype)
 
 
 class _Own(LanguageModel):
     """A model of this library."""
 
-    def __init__(
-        self, folder: Path, rule: Frequencies | None, dtype: torch.dtype | None, device: torch.device | str
-    ) -> None:
+    def __init__(self, network: Transformer) -> None:
         super().__init__()
-        model = own.load(folder, device=device)
-        for name, parameter in model.named_parameters():
-            if not parameter.isfinite().all():
-                raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken")
-        if dtype is not None:
-            model.to(dtype)
-        self.network = model if rule is None else rescaled(model, rule)  # type: ignore[arg-type]
-        self.config = Facts(family="phasewise", vocab_size=model.config.vocab_size, trained_length=None)
+        self.network = network
+        vocab_size = network.config.vocab_size
+        self.config = Facts("phasewise", vocab_size, trained_length=None, native_length=None)
+        self.eval()
 
     @property
     def frequencies(self) -> AnyFrequencies | None:
-        rules = [
-            encoding.frequencies  # type: ignore[union-attr]
-            for encoding in self.network.config.encodings
-            if "frequencies" in type(encoding).model_fields
-        ]
-        return _one(rules)
+        return _one([encoding.frequencies for encoding in self._spectral()])
+
+    @property
+    def head_dim(self) -> int:
+        return self.network.config.head_dim
+
+    @property
+    def channels(self) -> int | None:
+        built = [encoding.build(num_heads=1, head_dim=self.head_dim) for encoding in self._spectral()]
+        counts = {encoding.channels for encoding in built}
+        if len(counts) > 1:
+            raise ValueError(f"the layers turn different numbers of channels: {sorted(counts)}")
+        return counts.pop() if counts else None
+
+    def _spectral(self) -> list[RoPEConfig | PoPEConfig]:
+        encodings = self.network.config.encodings
+        return [encoding for encoding in encodings if isinstance(encoding, RoPEConfig | PoPEConfig)]
+
+    def served(self, rule: AnyFrequencies) -> LanguageModel:
+        return _Own(rescaled(self.network, rule))
+
+    def reader(self, *, trained_length: int | None = None) -> Reader:
+        return TransformerReader(self.network, trained_length=trained_length)
 
     def forward(self, tokens: Tensor, *, at: Positions | None = None, keep: int | None = None) -> Tensor:
         return self.network(tokens, at=at, keep=keep)
@@ -184,28 +206,57 @@ class _Own(LanguageModel):
 class _HuggingFace(LanguageModel):
     """A decoder of transformers."""
 
-    def __init__(
-        self, folder: Path, rule: Frequencies | None, dtype: torch.dtype | None, device: torch.device | str
-    ) -> None:
-        from phasewise.hf.checkpoint import load
+    def __init__(self, network: PreTrainedModel) -> None:
         from phasewise.hf.reading import trained_length
 
         super().__init__()
-
-        def adapt(config: Any) -> None:
-            self.config = Facts(
-                family=config.model_type,
-                vocab_size=config.get_text_config().vocab_size,
-                trained_length=trained_length(config.get_text_config()),
-            )
-            if rule is not None:
-                _serve(config, rule)
-
-        self.network: PreTrainedModel = load(folder, dtype=dtype, device=device, adapt=adapt)
+        self.network = network
+        text = network.config.get_text_config()
+        self.config = Facts(
+            family=network.config.model_type,
+            vocab_size=text.vocab_size,
+            trained_length=trained_length(text),
+            native_length=native_length(text),
+        )
+        self.eval()
 
     @property
     def frequencies(self) -> AnyFrequencies | None:
-        return _one([settings.frequencies for settings in _global(self.network.config)])
+        return _one([settings.frequencies for settings in global_settings(self.network.config)])
+
+    @property
+    def head_dim(self) -> int:
+        text = self.network.config.get_text_config()
+        return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+    @property
+    def channels(self) -> int | None:
+        counts = {settings.channels(self.head_dim) for settings in global_settings(self.network.config)}
+        return counts.pop() if counts else None
+
+    def served(self, rule: AnyFrequencies) -> LanguageModel:
+        shared = {id(parameter): parameter for parameter in self.network.parameters()}
+        network = copy.deepcopy(self.network, shared)
+        write(network.config, rule, self.head_dim)
+        rotary = {
+            name: module
+            for name, module in network.named_modules()
+            if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
+        }
+        device = next(self.parameters()).device
+        if not rotary:
+            raise ValueError(f"this {self.config.family} model keeps its rates where they cannot be changed")
+        for name, module in rotary.items():
+            anew: nn.Module = type(module)(network.config.get_text_config())
+            network.set_submodule(name, anew.to(device))
+        return _HuggingFace(network)
+
+    def reader(self, *, trained_length: int | None = None) -> Reader:
+        from phasewise.hf.reading import HFReader
+
+        if trained_length is not None:
+            raise ValueError("a Hugging Face config has its trained length; leave trained_length out")
+        return HFReader(self.network)
 
     def forward(self, tokens: Tensor, *, at: Positions | None = None, keep: int | None = None) -> Tensor:
         return self.network(
@@ -244,40 +295,3 @@ def _one(rules: list[AnyFrequencies]) -> AnyFrequencies | None:
     if len(set(rules)) > 1:
         raise ValueError(f"the layers have different rules: {'; '.join(map(str, dict.fromkeys(rules)))}")
     return rules[0] if rules else None
-
-
-def _global(config: Any) -> list[RopeSettings]:
-    """The settings of the layers that see the whole context; none for a model without rates."""
-    if not getattr(config.get_text_config(), "rope_parameters", None):
-        return []
-    settings = from_hf(config)
-    if isinstance(settings, RopeSettings):
-        return [settings]
-    return [value for layer, value in settings.items() if value is not None and layer != SLIDING]
-
-
-def _serve(config: Any, rule: Frequencies) -> None:
-    """Write the rule into the config, for the layers that see the whole context."""
-    text = config.get_text_config()
-    if not _global(config):
-        raise ValueError(f"this {config.model_type} model has no rates to change")
-    settings = from_hf(config)
-    length = text.max_position_embeddings
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-    def served(before: RopeSettings) -> RopeSettings:
-        if isinstance(rule, Explicit):
-            rule.rates(before.channels(head_dim))
-            return before.model_copy(update={"frequencies": listed(rule, original_length=length)})
-        return before.model_copy(update={"frequencies": rule})
-
-    if isinstance(settings, RopeSettings):
-        written = to_hf(served(settings), head_dim=head_dim)
-    else:
-        nested = {
-            layer: before if before is None or layer == SLIDING else served(before)
-            for layer, before in settings.items()
-        }
-        written = to_hf(nested, head_dim=head_dim)
-    for key, value in written.items():
-        setattr(text, key, value)

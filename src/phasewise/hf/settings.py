@@ -1,0 +1,84 @@
+"""A rule in a config of transformers: which one serves the whole context, and another in its place."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from phasewise.frequencies import AnyFrequencies, Explicit, LongRoPE
+from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
+
+SLIDING = "sliding_attention"
+LISTED_BASE = 10_000.0
+
+
+def listed(rule: Explicit, *, original_length: int, base: float = LISTED_BASE) -> LongRoPE:
+    """The same rates as divisors of base^(-i/n), the one form in which engines take a list of rates.
+
+    original_length: where LongRoPE would switch between its two lists, which here are one and the same.
+    Raises ValueError for a rate of 0, which no divisor gives.
+
+    >>> listed(Explicit(values=[1.0, 0.005]), original_length=2048).long_factor
+    (1.0, 2.0)
+    """
+    n = len(rule.values)
+    if not all(rule.values):
+        raise ValueError("a list with rates of 0 has no form in a Hugging Face config; give rates above 0")
+    divisors = tuple(base ** (-i / n) / rate for i, rate in enumerate(rule.values))
+    return LongRoPE(
+        base=base,
+        short_factor=divisors,
+        long_factor=divisors,
+        original_length=original_length,
+        attention=rule.attention,
+    )
+
+
+def global_settings(config: Any) -> list[RopeSettings]:
+    """The settings of the layers that see the whole context; none for a model without rates."""
+    if not getattr(config.get_text_config(), "rope_parameters", None):
+        return []
+    settings = from_hf(config)
+    if isinstance(settings, RopeSettings):
+        return [settings]
+    return [value for layer, value in settings.items() if value is not None and layer != SLIDING]
+
+
+def native_length(text: Any) -> int | None:
+    """The longest length that any part of the config names: a factor counts from the original length."""
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is None or not getattr(text, "rope_parameters", None):
+        return longest
+    parameters = text.rope_parameters
+    groups = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
+    extended = [
+        round(group["original_max_position_embeddings"] * group["factor"])
+        for group in groups
+        if group.get("original_max_position_embeddings") and group.get("factor")
+    ]
+    return max([longest, *extended])
+
+
+def write(config: Any, rule: AnyFrequencies, head_dim: int) -> None:
+    """Write the rule into the config, for the layers that see the whole context."""
+    text = config.get_text_config()
+    if not global_settings(config):
+        raise ValueError(f"this {config.model_type} model has no rates to change")
+    settings = from_hf(config)
+
+    def changed(before: RopeSettings) -> RopeSettings:
+        n = before.channels(head_dim)
+        rule.at(1, n).rates(n)  # raises where the rule does not fit
+        as_written = (
+            listed(rule, original_length=text.max_position_embeddings) if isinstance(rule, Explicit) else rule
+        )
+        return before.model_copy(update={"frequencies": as_written})
+
+    if isinstance(settings, RopeSettings):
+        written = to_hf(changed(settings), head_dim=head_dim)
+    else:
+        nested = {
+            layer: before if before is None or layer == SLIDING else changed(before)
+            for layer, before in settings.items()
+        }
+        written = to_hf(nested, head_dim=head_dim)
+    for key, value in written.items():
+        setattr(text, key, value)
