@@ -15,6 +15,7 @@ from phasewise.data import NAMES
 from phasewise.encodings import named
 from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
 from phasewise.model import ModelConfig
+from phasewise.train.initial import Initial
 from phasewise.train.schedule import AnySchedule, Cosine
 
 Value = TypeVar("Value")
@@ -90,6 +91,8 @@ class TrainRecipe(Budget):
 
     model: ModelConfig
     seed: Seed
+    initial: Initial | None = None
+    """Another model's weights to start from; none: fresh ones, drawn from the seed."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What matrix products are computed in; weights, positions and the loss are float32 in any case."""
     compile: bool = False

@@ -37,6 +37,8 @@ class Trainer:
         self.processes = processes
         torch.manual_seed(recipe.seed)
         self.model = Transformer(recipe.model).to(processes.device).train()
+        if recipe.initial is not None:
+            recipe.initial.fill(self.model)
         objective = Objective(self.model, recipe)
         if recipe.sharding == "sharded" and processes.size > 1:
             sharded(self.model)

@@ -1,0 +1,41 @@
+"""The weights that a training starts from, where these are another model's."""
+
+import hashlib
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from phasewise.model import Transformer
+from phasewise.model.folder import WEIGHTS, load
+
+
+class Initial(BaseModel):
+    """A model's folder, and the hash of its weights; the model may have another encoding of the same shape."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: str
+    sha256: str
+
+    @classmethod
+    def of(cls, folder: Path) -> "Initial":
+        """The model that is in `folder` now; ValueError when there is none."""
+        return cls(folder=str(folder), sha256=_sha256(folder))
+
+    def fill(self, model: Transformer) -> None:
+        """Give `model` these weights. Raises ValueError when they have changed or do not fit."""
+        if _sha256(Path(self.folder)) != self.sha256:
+            raise ValueError(f"the weights in {self.folder} have changed since the run began: restore them")
+        try:
+            model.load_state_dict(load(self.folder).state_dict())
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the weights in {self.folder} are of another shape: {reason}") from error
+
+
+def _sha256(folder: Path) -> str:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {WEIGHTS}; give the folder of a model of this library")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

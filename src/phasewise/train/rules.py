@@ -1,0 +1,198 @@
+"""How a checkpoint's rates are changed for a longer context: one frozen type a way, each a function of length.
+
+Every length's rule starts from the rates and the length of the checkpoint, so a schedule of lengths never
+stretches what was stretched.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from phasewise.frequencies import NTK, AnyFrequencies, Geometric, Linear, Llama3, YaRN
+from phasewise.train.schedule import from_text
+
+FILE = "grid:"
+
+
+@dataclass(frozen=True)
+class Present:
+    """What a checkpoint turns with: its rule, None where it has no rates, and the length it was trained at."""
+
+    frequencies: AnyFrequencies | None
+    length: int
+
+
+class Way(BaseModel):
+    """A way to longer contexts that is a formula, or leaves the rates alone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    kind: Any
+
+    def at(self, present: Present, length: int) -> AnyFrequencies | None:
+        """The rule to serve `length` with; None where rates stay as they are.
+
+        Raises ValueError for a checkpoint without rates, and for rates that this way does not start from.
+        """
+        if present.frequencies is None:
+            raise ValueError(f"rule {self.kind!r} changes rates, and the encoding has none; use --rule none")
+        rule = self._rule(present.frequencies, present.length, length)
+        if rule is None:
+            raise ValueError(
+                f"rule {self.kind!r} does not start from rates of rule {present.frequencies.kind!r}, which the "
+                "checkpoint has; use --rule none to keep them, or grid:FILE to replace them"
+            )
+        return rule
+
+    def _rule(self, now: AnyFrequencies, trained: int, length: int) -> AnyFrequencies | None:
+        raise NotImplementedError
+
+
+class AsIs(Way):
+    """The rates the checkpoint has, as for PoPE and TAPA."""
+
+    kind: Literal["none"] = "none"
+
+    def at(self, present: Present, length: int) -> AnyFrequencies | None:
+        return None
+
+
+class Interpolate(Way):
+    """Position interpolation: every rate divided by length / trained length (arXiv 2306.15595).
+
+    >>> Interpolate().at(Present(Geometric(base=1e4), 128), 512)
+    Linear(kind='linear', base=10000.0, factor=4.0)
+    """
+
+    kind: Literal["pi"] = "pi"
+
+    def _rule(self, now: AnyFrequencies, trained: int, length: int) -> AnyFrequencies | None:
+        if isinstance(now, Geometric | Linear):
+            return Linear(base=now.base, factor=_factor(now) * length / trained)
+        return None
+
+
+class StretchBase(Way):
+    """NTK-aware: the base by which the slowest rate alone is divided in full (arXiv 2309.00071, 3.1)."""
+
+    kind: Literal["ntk"] = "ntk"
+
+    def _rule(self, now: AnyFrequencies, trained: int, length: int) -> AnyFrequencies | None:
+        if isinstance(now, Geometric | NTK):
+            return NTK(base=now.base, factor=_factor(now) * length / trained)
+        return None
+
+
+class ByParts(Way):
+    """YaRN (arXiv 2309.00071); a checkpoint of YaRN keeps its original length and its settings."""
+
+    kind: Literal["yarn"] = "yarn"
+
+    def _rule(self, now: AnyFrequencies, trained: int, length: int) -> AnyFrequencies | None:
+        if isinstance(now, YaRN):
+            return now.model_copy(update={"factor": length / now.original_length})
+        if isinstance(now, Geometric):
+            return YaRN(base=now.base, factor=length / trained, original_length=trained)
+        return None
+
+
+class LikeLlama3(Way):
+    """Llama 3.1's rule; a checkpoint of it keeps its original length and its settings."""
+
+    kind: Literal["llama3"] = "llama3"
+
+    def _rule(self, now: AnyFrequencies, trained: int, length: int) -> AnyFrequencies | None:
+        if isinstance(now, Llama3):
+            return now.model_copy(update={"factor": now.factor * length / trained})
+        if isinstance(now, Geometric):
+            return Llama3(base=now.base, factor=length / trained, original_length=trained)
+        return None
+
+
+class ChangeBase(Way):
+    """Adjusted base frequency: the given base, or base^(ln(length / 2 pi) / ln(trained length / 2 pi)).
+
+    The computed base keeps the critical channel, the last one that turned whole within the trained length, the
+    last one within the new length. Source: arXiv 2310.05209, where the critical dimension is defined.
+
+    >>> round(ChangeBase().at(Present(Geometric(base=100.0), 128), 512).base)
+    831
+    """
+
+    kind: Literal["abf"] = "abf"
+    base: Annotated[float, Field(gt=1)] | None = None
+
+    def _rule(self, now: AnyFrequencies, trained: int, length: int) -> AnyFrequencies | None:
+        if not isinstance(now, Geometric):
+            return None
+        if self.base is not None:
+            return Geometric(base=self.base)
+        if trained <= 2 * math.pi:
+            raise ValueError(f"no channel turns whole within {trained} tokens; give the base, as abf:500000")
+        return Geometric(
+            base=now.base ** (math.log(length / (2 * math.pi)) / math.log(trained / (2 * math.pi)))
+        )
+
+
+class Grid(Way):
+    """Rates of one's own, for every length: any rule, as `phasewise advise` writes it."""
+
+    kind: Literal["grid"] = "grid"
+    frequencies: AnyFrequencies
+
+    def _rule(self, now: AnyFrequencies, trained: int, length: int) -> AnyFrequencies | None:
+        return self.frequencies
+
+
+class Search(BaseModel):
+    """LongRoPE's search: one divisor a channel, found by evolution (arXiv 2402.13753); its budget.
+
+    Each candidate costs the loss of `tokens` validation tokens at the wanted length: `population` candidates
+    at first, of which the interpolations above are three, and `children` in each of `generations`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["longrope"] = "longrope"
+    population: Annotated[int, Field(ge=4, le=10_000)] = 12
+    generations: Annotated[int, Field(ge=0, le=10_000)] = 6
+    children: Annotated[int, Field(ge=1, le=10_000)] = 8
+    tokens: Annotated[int, Field(ge=1)] = 4096
+
+
+def _from_text(value: Any) -> Any:
+    """`from_text`, and the two short forms abf:BASE and grid:FILE."""
+    if isinstance(value, str) and value.startswith("abf:"):
+        return {"kind": "abf", "base": value.removeprefix("abf:")}
+    if isinstance(value, str) and value.startswith(FILE):
+        return {"kind": "grid", "frequencies": read_grid(Path(value.removeprefix(FILE)))}
+    return from_text(value)
+
+
+def read_grid(path: Path) -> AnyFrequencies:
+    """The rule in a JSON file; ValueError when it holds none."""
+    try:
+        return TypeAdapter[AnyFrequencies](AnyFrequencies).validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"no file {path}; give a rule as JSON, as {Geometric(base=1e4).model_dump_json()}"
+        ) from error
+    except ValidationError as error:
+        raise ValueError(
+            f"{path} is not a rule; write one as {Geometric(base=1e4).model_dump_json()} "
+            'or {"kind": "explicit", "values": [...]}'
+        ) from error
+
+
+AnyWay = Annotated[
+    AsIs | Interpolate | StretchBase | ByParts | LikeLlama3 | ChangeBase | Grid | Search,
+    Field(discriminator="kind"),
+    BeforeValidator(_from_text),
+]
+
+
+def _factor(now: AnyFrequencies) -> float:
+    return now.factor if isinstance(now, Linear | NTK) else 1.0
