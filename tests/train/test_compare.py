@@ -334,7 +334,7 @@ def fail_to_write(monkeypatch, what):
     if what == "checkpoint":
         monkeypatch.setattr(torch, "save", no_space)
     elif what == "metrics":
-        monkeypatch.setattr(loop, "_step", no_space)
+        monkeypatch.setattr(loop.Trainer, "step", no_space)
     elif what == "report":
         monkeypatch.setattr(module, "record", no_space)
     elif what == "evaluation":

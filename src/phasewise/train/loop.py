@@ -184,7 +184,8 @@ class _Sitting:
         return loss
 
     def _save(self, done: int) -> None:
-        os.fsync(self.metrics.fileno())
+        if self.trainer.processes.first:
+            os.fsync(self.metrics.fileno())
         checkpoint = Checkpoint(
             step=done,
             seconds=self.seconds,

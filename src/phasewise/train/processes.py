@@ -75,7 +75,7 @@ def replicated(objective: nn.Module, processes: Processes) -> nn.Module:
     """The module with a whole copy of the model in each process, gradients averaged: torch's DDP."""
     if processes.size == 1:
         return objective
-    return DistributedDataParallel(objective, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return DistributedDataParallel(objective, gradient_as_bucket_view=True)
 
 
 def sharded(model: Transformer) -> None:

@@ -1,0 +1,99 @@
+"""Several processes train what one trains: gloo on the CPU, in the environment that torchrun gives."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from phasewise.model.folder import load
+from phasewise.train.checkpoint import ALONE
+
+from .several import job
+
+pytestmark = pytest.mark.slow
+SHARDINGS = ("replicated", "sharded")
+BUDGET = {"steps": 6, "batch_size": 4, "checkpoint_every": 2}
+
+
+def together(*jobs):
+    """Run jobs in two processes; what they said of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = []
+    for rank in ("0", "1"):
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "error", "-m", "tests.train.several", json.dumps(jobs)]
+        running.append(
+            subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    first, second = (json.loads(out) for out, _ in said)
+    assert first == second
+    return first
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of all runs, by name; one start of two processes does what needs two."""
+    at = tmp_path_factory.mktemp("runs")
+    job(ALONE, str(at / "alone"), 0, BUDGET)
+    jobs = []
+    for sharding in SHARDINGS:
+        given = {**BUDGET, "sharding": sharding}
+        job(ALONE, str(at / f"{sharding} from one"), 3, given)
+        jobs += [
+            (str(at / sharding), 0, given),
+            (str(at / f"{sharding} in parts"), 0, {**given, "accumulate": 2}),
+            (str(at / f"{sharding} from one"), 0, given),
+            (str(at / f"{sharding} from two"), 3, given),
+            (str(at / f"{sharding} in two sittings"), 3, given),
+            (str(at / f"{sharding} in two sittings"), 0, given),
+        ]
+    said = together(*jobs)
+    assert [text for text in said if "interrupted" in text] == ["interrupted at step 3 of 6"] * 4
+    for sharding in SHARDINGS:
+        job(ALONE, str(at / f"{sharding} from two"), 0, {**BUDGET, "sharding": sharding})
+    return at
+
+
+def losses(folder: Path):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def close(folder, to):
+    """Equal but for the order in which gradients are summed."""
+    assert losses(folder) == pytest.approx(losses(to), rel=2e-6)
+    mine, other = load(folder / "model").state_dict(), load(to / "model").state_dict()
+    for name, weight in other.items():
+        torch.testing.assert_close(mine[name], weight, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("how", ["", " in parts"])
+def test_two_processes_train_what_one_trains(runs, sharding, how):
+    close(runs / f"{sharding}{how}", runs / "alone")
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("before", ["one", "two"])
+def test_run_resumes_with_another_number_of_processes(runs, sharding, before):
+    close(runs / f"{sharding} from {before}", runs / "alone")
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_resumed_processes_repeat_the_uninterrupted_ones_to_the_last_digit(runs, sharding):
+    assert losses(runs / f"{sharding} in two sittings") == losses(runs / sharding)
