@@ -248,7 +248,7 @@ class _HuggingFace(LanguageModel):
             raise ValueError(f"this {self.config.family} model keeps its rates where they cannot be changed")
         for name, module in rotary.items():
             anew: nn.Module = type(module)(network.config.get_text_config())
-            network.set_submodule(name, anew.to(device))
+            network.set_submodule(name, nn.Module.to(anew, device))
         return _HuggingFace(network)
 
     def reader(self, *, trained_length: int | None = None) -> Reader:

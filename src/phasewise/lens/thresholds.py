@@ -60,3 +60,24 @@ COARSE = 3.141592653589793
 FINE = 6.283185307179586
 """theta_eff times width, radians. Up to pi a frequency's field covers the width. A model that needs one token's
 resolution whatever the width has products that grow with it: 5.9 for an exact lag of 8, 24 for one of 32."""
+
+UNSEEN = 4.0
+DILATING = 0.5
+"""What ranks settings before they are measured: the share of the energy at phases never seen in training, times
+UNSEEN, plus the share coarsened, less up to DILATING of it where the data dilate. Only the order counts. A
+share is 1 where a rate reaches wanted / trained times its trained phase, or is divided by that. Set before any
+setting was measured, so that phases out of range weigh more than coarse ones."""
+
+SAME = 0.02
+"""Nats a token within which two losses count as equal: two per cent of perplexity."""
+
+TUNABLE = 0.5
+"""Nats above the checkpoint's own loss at its own length up to which fine-tuning is advised rather than another
+model. A choice: what fine-tuning brings back is not measured here."""
+
+MISSED = 0.2
+"""The difference of shares of passkeys found from which retrieval is said to contradict the loss: one in five."""
+
+LONG_INPUT = 0.95
+"""The quantile of input lengths that must fit the trained length for scaling not to pay: a published rule for
+YaRN, which costs short inputs whatever their length."""

@@ -1,0 +1,1 @@
+"""advise: which setting serves a longer context, why, and whether it does."""
