@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 from phasewise.cli.bench import bench
 from phasewise.cli.compare import compare
+from phasewise.cli.doctor import doctor
 from phasewise.cli.inspect import inspect
 from phasewise.cli.profile import profile
 from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, leave, one_line
 
-COMMANDS = {"bench": bench, "compare": compare, "profile": profile, "inspect": inspect}
+COMMANDS = {"bench": bench, "compare": compare, "profile": profile, "inspect": inspect, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0; 1 when its run failed; 2 for bad input; 130 when Ctrl-C stopped it."""
+    """Run a command. Returns 0; 1 when its run failed or found something wrong; 2 for bad input; 130 after Ctrl-C."""
     try:
         try:
             return _run(arguments)

@@ -1,0 +1,1 @@
+"""What is silently wrong with a checkpoint's positions."""

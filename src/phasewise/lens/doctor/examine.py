@@ -1,0 +1,395 @@
+"""doctor: what is silently wrong with the positions of a checkpoint, or of a config alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch import nn
+
+from phasewise.device import floating, usable
+from phasewise.encodings import PoPEConfig, RoPEConfig
+from phasewise.frequencies_hf import RopeSettings, from_hf
+from phasewise.lens.doctor import agreement, config, engines, own, reach, rotation
+from phasewise.lens.doctor.diagnosis import Check, Diagnosis, Finding, NotMade
+from phasewise.lens.doctor.examined import Examined, Result, Wanted
+from phasewise.lens.doctor.patient import HFPatient, OwnPatient, Patient
+from phasewise.lens.doctor.written import Written, whole_number
+from phasewise.model import ModelConfig, Transformer
+from phasewise.model import folder as own_folder
+from phasewise.model.reading import TransformerReader, require_count
+
+DEFAULT_LENGTH = 4096
+WRITTEN_CHECKS: dict[str, Callable[[Written], Any]] = {
+    "two forms": config.forms,
+    "base": config.base,
+    "rule": config.rule,
+    "keys": config.keys,
+    "original length": config.original,
+    "factor": config.factor,
+    "head width": config.head_width,
+    "layer types": config.layers,
+    "lists": config.lists,
+    "rotated share": config.share,
+    "attention factor": engines.attention,
+}
+MODEL_CHECKS: dict[str, Callable[[Examined], Result]] = {
+    "buffers": rotation.buffers,
+    "rates": rotation.rates,
+    "phases": rotation.phases,
+    "pairing": rotation.pairing,
+    "decoding": agreement.decoding,
+    "switch": agreement.switch,
+    "moved text": agreement.moved,
+    "left padding": agreement.padding,
+    "packing": agreement.packing,
+    "frozen phases": own.frozen,
+    "phase argument": own.argument,
+}
+NEEDS = {"phases": {"rates": "the rates are not the config's"}}
+"""Checks that another one's finding makes meaningless, and why."""
+
+
+@dataclass
+class _Notes:
+    findings: list[Finding] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    def add(self, name: str, check: Callable[[], Result]) -> bool:
+        """Make a check; whether it passed."""
+        try:
+            found, said = check()
+        except NotMade as reason:
+            self.skip(name, str(reason))
+            return True
+        self.findings += found
+        self.checks.append(
+            Check(name=name, outcome="found" if found else "passed", said="" if found else said)
+        )
+        return not found
+
+    def skip(self, name: str, why: str) -> None:
+        self.checks.append(Check(name=name, outcome="not made", said=why))
+
+
+def doctor(
+    checkpoint: str | Path | nn.Module,
+    *,
+    length: int | None = None,
+    trained_length: int | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+    console: Console | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Diagnosis:
+    """What is wrong with the positions of a checkpoint that serves `length` tokens.
+
+    checkpoint: a folder (a Hugging Face decoder, or a model of this library), a config.json alone (then only
+    what needs no weights), or a model in memory (of this library or of transformers), as it is. length: tokens; by default what the config states,
+    or 4096. trained_length: for models of this library, whose config does not say it. dtype: load in float32,
+    bfloat16 or float16; None: as stored. `console` shows the progress of the checks that need weights; `stop`
+    is asked between them, and what is then left out is named in `partial`.
+
+    Raises ValueError for a path without a whole, finite model, an architecture that is not read, a model without
+    rotary positions, and options that do not apply.
+
+    >>> from phasewise import ModelConfig, RoPEConfig, Transformer
+    >>> config = ModelConfig(vocab_size=11, width=32, layers=2, heads=2, encoding=RoPEConfig())
+    >>> doctor(Transformer(config).eval(), length=1024, trained_length=1024).wrong
+    False
+    """
+    for name, value in (("length", length), ("trained_length", trained_length)):
+        if value is not None:
+            require_count(name, value, least=2)
+    case = _case(checkpoint, trained_length=trained_length, dtype=dtype, device=device)
+    notes = _Notes()
+    if case.written is not None:
+        wanted_length = length or case.written.longest or DEFAULT_LENGTH
+        trained = _of_config(case.written, notes, wanted_length)
+    else:
+        wanted_length, trained = length or trained_length or DEFAULT_LENGTH, trained_length
+        _of_own_config(case.own, notes, wanted_length, trained)
+    partial_said = None
+    if case.patient is None:
+        for name in MODEL_CHECKS:
+            notes.skip(name, "needs the weights")
+    else:
+        examined = _examined(case, wanted_length, trained)
+        with _progress(console) as progress:
+            partial_said = _of_model(examined, notes, progress, stop)
+    return Diagnosis(
+        checkpoint=case.name,
+        family=case.family,
+        dtype=None if case.patient is None else str(case.patient.dtype).removeprefix("torch."),
+        length=wanted_length,
+        trained_length=trained,
+        findings=tuple(
+            sorted(notes.findings, key=lambda found: ("wrong", "warning", "note").index(found.severity))
+        ),
+        checks=tuple(notes.checks),
+        partial=partial_said,
+    )
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What was given: a config, Hugging Face's (`written`) or ours (`own`), and the model if there is one."""
+
+    name: str
+    family: str
+    written: Written | None
+    own: ModelConfig | None
+    patient: Patient | None
+
+
+def _case(checkpoint: Any, *, trained_length: int | None, dtype: str | None, device: str) -> _Case:
+    if not isinstance(checkpoint, str | Path):
+        if dtype is not None:
+            raise ValueError("a model in memory has its dtype; leave dtype out")
+        return _of_memory(checkpoint, trained_length)
+    path = Path(checkpoint)
+    usable(device)
+    precision = floating(dtype)
+    if not path.exists():
+        raise ValueError(f"no file or folder {path}; give the folder of a checkpoint, or a config.json")
+    content = read_config(path / own_folder.CONFIG if path.is_dir() else path)
+    if not is_hugging_face(content):
+        return _of_own(path, content, trained_length, precision, device)
+    if trained_length is not None:
+        raise ValueError("a Hugging Face config has its trained length; leave trained_length out")
+    patient = _hugging_face(path, precision, device) if path.is_dir() else None
+    return _Case(str(path), str(content.get("model_type", "config")), Written(content), None, patient)
+
+
+def _of_memory(model: Any, trained_length: int | None) -> _Case:
+    if isinstance(model, Transformer):
+        return _Case(
+            "a model in memory", "phasewise", None, model.config, _own_patient(model, trained_length)
+        )
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        raise ValueError(
+            f"{type(model).__name__} is no model; give a folder, a decoder of transformers, or a Transformer"
+        )
+    from phasewise.hf.reading import HFReader
+
+    written = Written(model.config.to_dict())
+    patient = HFPatient(model, HFReader(model))
+    return _Case("a model in memory", model.config.model_type, written, None, patient)
+
+
+def _of_own(
+    path: Path,
+    content: Mapping[str, Any],
+    trained_length: int | None,
+    precision: torch.dtype | None,
+    device: str,
+) -> _Case:
+    if not path.is_dir():
+        try:
+            settings = ModelConfig.model_validate(content)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ValueError(
+                f"{path} is no config of a checkpoint: {problem['msg']} ({problem['loc']})"
+            ) from error
+        return _Case(str(path), "phasewise", None, settings, None)
+    model = own_folder.load(path, device=device)
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name} in {path} is not finite; the checkpoint is broken")
+    if precision is not None:
+        model.to(precision)
+    return _Case(str(path), "phasewise", None, model.config, _own_patient(model, trained_length))
+
+
+def _hugging_face(folder: Path, precision: torch.dtype | None, device: str) -> HFPatient:
+    try:
+        from phasewise.hf.checkpoint import load
+        from phasewise.hf.reading import HFReader
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
+        ) from error
+    model = load(folder, dtype=precision, device=device)
+    return HFPatient(model, HFReader(model))
+
+
+def _own_patient(model: Transformer, trained_length: int | None) -> OwnPatient:
+    return OwnPatient(model.eval(), TransformerReader(model, trained_length=trained_length))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config at `path`; ValueError for what is none."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}; give the folder of a checkpoint")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, not the settings of a model")
+    return content
+
+
+def is_hugging_face(content: Mapping[str, Any]) -> bool:
+    """Whether a config is Hugging Face's, whole or the rotary part alone, rather than this library's."""
+    return "encoding" not in content
+
+
+def _of_config(written: Written, notes: _Notes, length: int) -> int | None:
+    """The checks of a Hugging Face config; the trained length."""
+    for name, check in WRITTEN_CHECKS.items():
+        notes.add(name, lambda check=check: (list(check(written)), ""))
+    try:
+        settings = written.settings()
+    except ValueError as error:
+        if not any(found.severity == "wrong" or found.check == "base" for found in notes.findings):
+            notes.findings.append(
+                Finding(
+                    check="contradictions",
+                    severity="wrong",
+                    said="the settings contradict themselves, or one is of the wrong kind",
+                    evidence={"problem": _first_line(error)},
+                    remedy="correct what is named",
+                    by_hand="which of the values was meant is not in the config",
+                )
+            )
+        for name in ("contradictions", "dynamic", "short inputs", "field"):
+            found = any(finding.check == name for finding in notes.findings)
+            outcome = "found" if found else "not made"
+            said = "" if found else "the settings contradict themselves"
+            notes.checks.append(Check(name=name, outcome=outcome, said=said))
+        return written.longest
+    rules = {layer: one.frequencies for layer, one in settings.items() if one is not None}
+    notes.add("contradictions", lambda: ([], "every setting has one value"))
+    notes.add("dynamic", lambda: (list(engines.dynamic(written, rules, length)), ""))
+    notes.add("short inputs", lambda: (list(engines.short_inputs(rules, length)), ""))
+    notes.add("field", lambda: _field(written, settings, length))
+    return _trained(written)
+
+
+def _trained(written: Written) -> int | None:
+    lengths = [written.original(group) for group in written.groups if group.rule not in ("default", "linear")]
+    known = [length for length in lengths if length is not None]
+    return min(known) if known else written.longest
+
+
+def _field(written: Written, settings: Mapping[str | None, RopeSettings | None], length: int) -> Result:
+    trained, width = _trained(written), written.head_dim
+    if trained is None or width is None:
+        raise NotMade(
+            "the config says no trained length" if trained is None else "the config says no head width"
+        )
+    longest = max(trained, whole_number(written.longest) or trained)
+    window = whole_number(written.config.get("sliding_window"))
+    found, rules = [], []
+    for layer, one in settings.items():
+        if one is None or (layer == "sliding_attention" and window is not None and window <= trained):
+            continue
+        n = one.channels(width)
+        where = "" if layer is None else f" of {layer}"
+        found += reach.beyond(
+            one.frequencies, n, where=where, length=length, trained=trained, longest=longest
+        )
+        rules.append((one.frequencies, n))
+    return found, reach.said(rules, length)
+
+
+def _of_own_config(settings: ModelConfig | None, notes: _Notes, length: int, trained: int | None) -> None:
+    assert settings is not None
+    unique = {encoding: index for index, encoding in reversed(list(enumerate(settings.encodings)))}
+
+    def field_of_each() -> Result:
+        if trained is None:
+            raise NotMade("the trained length is not known; give it as trained_length")
+        found, rules = [], []
+        for encoding, index in unique.items():
+            if not isinstance(encoding, RoPEConfig | PoPEConfig):
+                continue
+            built = encoding.build(num_heads=settings.heads, head_dim=settings.head_dim)
+            n = built.channels // built.axes
+            where = "" if len(unique) == 1 else f" of layer {index}"
+            polar = isinstance(encoding, PoPEConfig)
+            lengths = {"length": length, "trained": trained, "longest": trained}
+            found += reach.beyond(encoding.frequencies, n, where=where, polar=polar, **lengths)
+            rules.append((encoding.frequencies, n))
+        if not rules:
+            raise NotMade("no layer has rates")
+        return found, reach.said(rules, length)
+
+    notes.add("contradictions", lambda: ([], "every setting has one value"))
+    notes.add("field", field_of_each)
+
+
+def _examined(case: _Case, length: int, trained: int | None) -> Examined:
+    assert case.patient is not None
+    wanted, unreadable = {}, None
+    if isinstance(case.patient, HFPatient):
+        try:
+            wanted = _wanted(case.patient.model)
+        except ValueError as error:
+            unreadable = _first_line(error)
+    else:
+        assert isinstance(case.patient, OwnPatient)
+        for layer, encoding in case.patient.encodings():
+            if hasattr(encoding, "frequencies"):
+                wanted[layer] = Wanted(encoding.frequencies, encoding.channels // encoding.axes)  # type: ignore[arg-type]
+    return Examined(case.patient, wanted, unreadable, length, trained)
+
+
+def _wanted(model: Any) -> dict[int, Wanted]:
+    """What the config of a loaded decoder asks of each layer."""
+    read = from_hf(model.config)
+    text = model.config.get_text_config()
+    width = Written(text.to_dict()).head_dim
+    if width is None:
+        raise ValueError("the config says no head width")
+    if isinstance(read, RopeSettings):
+        each: list[RopeSettings | None] = [read] * text.num_hidden_layers
+    else:
+        each = [read.get(layer_type) for layer_type in text.layer_types]
+    return {
+        layer: Wanted(one.frequencies, one.channels(width))
+        for layer, one in enumerate(each)
+        if one is not None
+    }
+
+
+def _of_model(examined: Examined, notes: _Notes, progress: Progress, stop: Callable[[], bool]) -> str | None:
+    """The checks that need weights; what was left out when asked to stop."""
+    bar = progress.add_task("checks of the weights", total=len(MODEL_CHECKS))
+    unusable: set[str] = set()
+    for done, (name, check) in enumerate(MODEL_CHECKS.items()):
+        if stop():
+            left = list(MODEL_CHECKS)[done:]
+            for other in left:
+                notes.skip(other, "interrupted")
+            return f"interrupted before {', '.join(left)}"
+        blocked = next((why for other, why in NEEDS.get(name, {}).items() if other in unusable), None)
+        if blocked is not None:
+            notes.skip(name, blocked)
+        elif not notes.add(name, partial(check, examined)):
+            unusable.add(name)
+        progress.advance(bar)
+    return None
+
+
+def _progress(console: Console | None) -> Progress:
+    console = console or Console(quiet=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
+    return str(error).splitlines()[0]

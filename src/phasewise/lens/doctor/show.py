@@ -1,0 +1,121 @@
+"""A diagnosis on the terminal and in a report."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from phasewise.lens.charts import Axis, Figure, HeatMap
+from phasewise.lens.doctor.diagnosis import Diagnosis, Finding, Number
+from phasewise.lens.doctor.repair import Repair
+
+COLOUR = {"wrong": "bold red", "warning": "yellow", "note": "cyan"}
+LEVELS = {"not made": float("nan"), "passed": 0.0, "note": 1.0, "warning": 2.0, "wrong": 3.0}
+
+
+def table(diagnosis: Diagnosis) -> RenderableType:
+    """Findings with their numbers, the worst first, then what passed and what was not made."""
+    shown: list[RenderableType] = []
+    if diagnosis.findings:
+        findings = Table(show_lines=True)
+        findings.add_column("check", min_width=8)
+        findings.add_column("numbers", overflow="fold", ratio=2)
+        findings.add_column("what it is, and the remedy", overflow="fold", ratio=3)
+        for finding in diagnosis.findings:
+            findings.add_row(
+                Text.assemble((finding.severity, COLOUR[finding.severity]), "\n", finding.check),
+                Text("\n".join(f"{name}: {number(value)}" for name, value in finding.evidence.items())),
+                Text(f"{finding.said}.\nRemedy: {finding.remedy}."),
+            )
+        shown.append(findings)
+    for outcome in ("passed", "not made"):
+        shown += [Text(f"{outcome}: {said}") for said in _grouped(diagnosis, outcome)]
+    shown.append(Text(verdict(diagnosis)))
+    return Group(*shown)
+
+
+def _grouped(diagnosis: Diagnosis, outcome: str) -> list[str]:
+    """Checks of one outcome, those with the same words in one line."""
+    by_words: dict[str, list[str]] = {}
+    for check in diagnosis.checks:
+        if check.outcome == outcome:
+            by_words.setdefault(check.said, []).append(check.name)
+    return [", ".join(names) + (f" ({said})" if said else "") for said, names in by_words.items()]
+
+
+def verdict(diagnosis: Diagnosis) -> str:
+    """One line: how many findings of each kind."""
+    counts = {level: sum(f.severity == level for f in diagnosis.findings) for level in COLOUR}
+    made = sum(check.outcome != "not made" for check in diagnosis.checks)
+    at = "" if diagnosis.length is None else f" at {diagnosis.length:,} tokens"
+    return (
+        f"{diagnosis.checkpoint}{at}: {counts['wrong']} wrong, {_count(counts['warning'], 'warning')}, "
+        f"{_count(counts['note'], 'note')}; {made} of {len(diagnosis.checks)} checks made"
+    )
+
+
+def summary(diagnosis: Diagnosis) -> dict[str, str]:
+    """The table at the top of a report."""
+    trained = diagnosis.trained_length
+    said = {
+        "verdict": verdict(diagnosis),
+        "model": f"{diagnosis.family}{'' if diagnosis.dtype is None else f', in {diagnosis.dtype}'}",
+        "trained length": "not known" if trained is None else f"{trained:,} tokens",
+    }
+    for place, finding in enumerate(diagnosis.findings, 1):
+        said[f"{place}. {finding.severity}: {finding.check}"] = _in_words(finding)
+    for check in diagnosis.checks:
+        if check.outcome != "found":
+            said[f"{check.name}: {check.outcome}"] = check.said or "nothing found"
+    return said
+
+
+def figures(diagnosis: Diagnosis) -> list[Figure]:
+    """One map of all checks: what passed, what was found, what was not made."""
+    worst = {
+        check.name: max(
+            (LEVELS[finding.severity] for finding in diagnosis.findings if finding.check == check.name),
+            default=LEVELS.get(check.outcome, 0.0),
+        )
+        for check in diagnosis.checks
+    }
+    notes = [[f"{check.outcome}: {check.said}" for check in diagnosis.checks]]
+    chart = HeatMap(
+        x=Axis(title="check"),
+        y=Axis(title=""),
+        value=Axis(title="0 passed, 1 note, 2 warning, 3 wrong"),
+        columns=list(worst),
+        rows=[diagnosis.family],
+        z=[list(worst.values())],
+        notes=notes,
+        low=0.0,
+    )
+    return [
+        Figure(
+            name="checks",
+            title="Checks",
+            text="Dark: passed. Brighter: a note, a warning, something wrong. Blank: not made; hover for the reason.",
+            views={"": chart},
+        )
+    ]
+
+
+def repaired(done: Repair) -> str:
+    """What --fix did, a line each."""
+    lines = [f"changed: {line}" for line in done.changed] or ["changed: nothing"]
+    return "\n".join([*lines, *(f"left alone: {line}" for line in done.left)])
+
+
+def number(value: Number) -> str:
+    """Four digits of a float; everything else as it is."""
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+
+def _in_words(finding: Finding) -> str:
+    evidence = "; ".join(f"{name} {number(value)}" for name, value in finding.evidence.items())
+    return f"{finding.said}. {evidence}. Remedy: {finding.remedy}"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
