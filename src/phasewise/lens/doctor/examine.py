@@ -93,10 +93,10 @@ def doctor(
     """What is wrong with the positions of a checkpoint that serves `length` tokens.
 
     checkpoint: a folder (a Hugging Face decoder, or a model of this library), a config.json alone (then only
-    what needs no weights), or a model in memory (of this library or of transformers), as it is. length: tokens; by default what the config states,
-    or 4096. trained_length: for models of this library, whose config does not say it. dtype: load in float32,
-    bfloat16 or float16; None: as stored. `console` shows the progress of the checks that need weights; `stop`
-    is asked between them, and what is then left out is named in `partial`.
+    what needs no weights), or a model in memory, of transformers or of this library, as it is. length: tokens;
+    by default what the config states, or 4096. trained_length: for models of this library, whose config does
+    not say it. dtype: load in float32, bfloat16 or float16; None: as stored. `console` shows the progress of
+    the checks that need weights; `stop` is asked between them, and what is then left out is named in `partial`.
 
     Raises ValueError for a path without a whole, finite model, an architecture that is not read, a model without
     rotary positions, and options that do not apply.
