@@ -125,7 +125,7 @@ def _finish(prepared: _Prepared, out: Path, *, figure: bool, console: Console | 
             except (Interrupted, Diverged) as error:
                 raise type(error)(f"{encoding}, seed {seed}: {error}") from error
         comparison = Comparison(
-            corpus=_described(corpus),
+            corpus=CorpusFacts.of(corpus, SPLIT),
             split=SPLIT,
             context=recipe.context,
             trained_tokens=recipe.trained_tokens,
@@ -284,18 +284,6 @@ def _merged(rows: list[Row]) -> tuple[Row, ...]:
         key = row.encoding, row.scaling
         runs[key] = runs.get(key, ()) + row.runs
     return tuple(Row(encoding=encoding, scaling=scaling, runs=of) for (encoding, scaling), of in runs.items())
-
-
-def _described(corpus: Corpus) -> CorpusFacts:
-    return CorpusFacts(
-        name=corpus.name,
-        source=corpus.source,
-        licence=corpus.licence,
-        unit=corpus.unit,
-        vocab_size=corpus.vocab_size,
-        sha256=corpus.sha256,
-        bytes_per_token=None if corpus.bytes_per_token is None else corpus.bytes_per_token[SPLIT],
-    )
 
 
 def _progress(console: Console) -> Progress:

@@ -52,7 +52,7 @@ def require_free(out: Path) -> None:
 
 
 @contextmanager
-def begin(out: Path, begun: Begun) -> Iterator[None]:
+def begin(out: Path, begun: BaseModel) -> Iterator[None]:
     """Make the run folder and its recipe.json, and hold it; ValueError when another process was quicker."""
     with _writable(out):
         try:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
+from phasewise.data import Corpus
 from phasewise.evaluate import Measurement
 
 COLOURS = {
@@ -65,6 +66,19 @@ class CorpusFacts(BaseModel):
     sha256: str
     bytes_per_token: float | None
     """UTF-8 bytes per token of the split measured; None where the data are not text."""
+
+    @classmethod
+    def of(cls, corpus: Corpus, split: str) -> "CorpusFacts":
+        """What there is to say of a corpus whose `split` is measured."""
+        return cls(
+            name=corpus.name,
+            source=corpus.source,
+            licence=corpus.licence,
+            unit=corpus.unit,
+            vocab_size=corpus.vocab_size,
+            sha256=corpus.sha256,
+            bytes_per_token=None if corpus.bytes_per_token is None else corpus.bytes_per_token[split],
+        )
 
 
 class Score(BaseModel):

@@ -1,0 +1,364 @@
+"""Continuing a checkpoint at longer lengths: its rates changed, trained on, measured before and after."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter
+from rich.console import Console
+from rich.progress import Progress, TaskID, TextColumn
+
+from phasewise.data import Batch, Corpus, Windows, batch, load, windows
+from phasewise.device import usable
+from phasewise.encodings import PoPEConfig, RoPEConfig
+from phasewise.encodings.spectral import Spectral
+from phasewise.evaluate import Measurement, measure
+from phasewise.frequencies import AnyFrequencies, LongRoPE
+from phasewise.interrupt import Interrupted, interruptible
+from phasewise.model import ModelConfig, Transformer, rescaled
+from phasewise.model import folder as on_disk
+from phasewise.model.history import Stage, read_history, write_history
+from phasewise.record import record, replacing
+from phasewise.train.continuation import MODEL, Begun, Continuation, ExtendRecipe, model_folder, read_begun
+from phasewise.train.extension import Continued, Extension, Measured, Report, draw
+from phasewise.train.folder import REPORT, begin, held, read, require_free
+from phasewise.train.initial import Initial
+from phasewise.train.loop import Diverged, cpu_threads, train
+from phasewise.train.recipe import TrainRecipe
+from phasewise.train.report import CorpusFacts, require_matplotlib
+from phasewise.train.rules import Present, Search
+from phasewise.train.search import search
+
+SPLIT = "test"
+BATCH_TOKENS = 4096
+FIGURES = ("figure.svg", "figure.png")
+STAGE = "stage.json"
+
+
+def extend(
+    recipe: ExtendRecipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    figure: bool = True,
+    device: torch.device | str = "cpu",
+    console: Console | None = None,
+) -> Extension:
+    """Continue a checkpoint of this library as the recipe says, into the run folder `out`.
+
+    The folder gets recipe.json at once, a folder for each length (metrics.jsonl, checkpoints, its model), and at
+    the end `model`, whose config has the changed rates and whose history.json the lengths, figure.svg,
+    figure.png and report.json. Ctrl-C raises Interrupted with everything done so far on the disk; `resume`
+    goes on from there and ends with the same numbers.
+
+    Raises ValueError before anything is written for a folder that holds something else, a checkpoint that is
+    no whole model or does not say its length, a length not above it, a rule that does not start from its
+    rates, and lengths beyond the corpus.
+    """
+    on_disk.require_safetensors()
+    if figure:
+        require_matplotlib()
+    if not resume:
+        require_free(out)
+        work = _prepare(recipe, out, device)
+        with begin(out, work.begun):
+            return work.finish(figure=figure, console=console)
+    begun = read_begun(out)
+    before, now = begun.recipe.model_dump(), recipe.model_dump()
+    if differing := [
+        f"{name} ({before[name]}, now {now[name]})" for name in now if before[name] != now[name]
+    ]:
+        raise ValueError(
+            f"{out} was begun with another {', '.join(differing)}: resume it as begun, or choose another folder"
+        )
+    if (out / REPORT).exists():
+        remedy = "delete it to have it made again from the evaluations"
+        return read(out / REPORT, TypeAdapter(Report), "a report of extend", remedy).values
+    with held(out):
+        work = _prepare(recipe, out, device)
+        if work.begun != begun:
+            raise ValueError(f"the checkpoint or the corpus has changed since {out} was begun: restore it")
+        return work.finish(figure=figure, console=console)
+
+
+def _prepare(recipe: ExtendRecipe, out: Path, device: torch.device | str) -> "_Work":
+    """Check everything that can be checked before anything is written."""
+    found = usable(device)
+    folder = model_folder(recipe.checkpoint)
+    initial, model, history = Initial.of(folder), on_disk.load(folder, device=found), read_history(folder)
+    present = Present(_rates(model.config), _trained_length(recipe, folder, history))
+    if recipe.length[0] <= present.length:
+        raise ValueError(
+            f"length {recipe.length[0]} is not above {present.length}, at which {folder} was trained: "
+            "choose a longer one"
+        )
+    corpus = load(recipe.data, tokenizer=recipe.tokenizer)
+    if corpus.task is not None:
+        raise ValueError(f"{corpus.name} has examples of one length: choose a corpus of documents")
+    if corpus.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"{corpus.name} has {corpus.vocab_size} kinds of tokens, the checkpoint {model.config.vocab_size}: "
+            "give the tokenizer that it was trained with"
+        )
+    work = _Work(
+        recipe,
+        out,
+        found,
+        model,
+        present,
+        history,
+        corpus,
+        Begun(recipe=recipe, initial=initial, corpus_sha256=corpus.sha256),
+    )
+    for length, steps in zip(recipe.length, recipe.steps, strict=True):
+        if isinstance(recipe.rule, Search):
+            _require_fits(corpus, "validation", length, recipe.rule.tokens, "tokens of the rule's search")
+        else:
+            work.turned(model, recipe.rule.at(present, length))
+        if steps:
+            work.training(length, steps, model.config, initial)
+            batch(corpus, "train", step=0, context=length, batch_size=recipe.batch_size, seed=0)
+    _require_fits(corpus, SPLIT, recipe.length[-1], recipe.evaluate_tokens, "evaluate_tokens")
+    return work
+
+
+def _require_fits(corpus: Corpus, split: str, length: int, tokens: int, name: str) -> None:
+    if tokens < length:
+        raise ValueError(f"{name} {tokens} do not fill one window of {length}: ask for more tokens")
+    windows(corpus, split, length=length, limit_tokens=tokens)
+
+
+def _rates(config: ModelConfig) -> AnyFrequencies | None:
+    rules = [
+        encoding.frequencies for encoding in config.encodings if isinstance(encoding, RoPEConfig | PoPEConfig)
+    ]
+    if any(rule != rules[0] for rule in rules):
+        raise ValueError("the checkpoint's layers have different rules, and one would replace them all")
+    return rules[0] if rules else None
+
+
+def _trained_length(recipe: ExtendRecipe, folder: Path, history: tuple[Stage, ...]) -> int:
+    told = history[-1].length if history else None
+    if told is None and recipe.trained_length is None:
+        raise ValueError(f"{folder} does not say the length it was trained at: give --trained-length")
+    if told is not None and recipe.trained_length not in (None, told):
+        raise ValueError(
+            f"trained_length is {recipe.trained_length}, but {folder} was trained at {told}: leave it out"
+        )
+    length = told or recipe.trained_length
+    assert length is not None
+    return length
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A recipe that fits its checkpoint, its corpus and the device, and the folder it is done in."""
+
+    recipe: ExtendRecipe
+    out: Path
+    device: torch.device
+    model: Transformer
+    present: Present
+    history: tuple[Stage, ...]
+    corpus: Corpus
+    begun: Begun
+
+    def finish(self, *, figure: bool, console: Console | None) -> Extension:
+        """Do what is left to do."""
+        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
+        progress = Progress(*columns, console=console or Console(quiet=True), transient=True)
+        with cpu_threads(self.recipe.threads), interruptible() as stop, progress:
+            bar = progress.add_task("extend", total=sum(self.recipe.steps) or None, note="")
+            sitting = _Sitting(self, stop, progress, bar)
+            rows = [sitting.measured("before", lambda: self.model)]
+            stages = sitting.continued()
+            rule, kind = stages[-1].rule, self.recipe.rule.kind
+            if rule is not None:
+                rows.append(sitting.measured(kind, lambda: self.turned(self.model, rule)))
+            if steps := sum(stage.steps for stage in stages):
+                final = self.out / MODEL
+                rows.append(
+                    sitting.measured(
+                        f"{kind}, {steps} steps", lambda: on_disk.load(final, device=self.device)
+                    )
+                )
+            extension = Extension(
+                checkpoint=self.begun.initial.folder,
+                trained_length=self.present.length,
+                corpus=CorpusFacts.of(self.corpus, SPLIT),
+                split=SPLIT,
+                stages=stages,
+                rows=tuple(rows),
+            )
+            if figure:
+                for name in FIGURES:
+                    draw(extension, self.out / name)
+            # Last: a folder with a report is a finished run.
+            record(
+                self.out / REPORT,
+                recipe=self.begun.model_dump(mode="json"),
+                values=extension.model_dump(mode="json"),
+                device=self.device,
+            )
+        return extension
+
+    def turned(self, model: Transformer, rule: AnyFrequencies | None) -> Transformer:
+        """The model with these rates; itself for none."""
+        return model if rule is None else rescaled(model, rule)
+
+    def training(self, length: int, steps: int, config: ModelConfig, initial: Initial) -> TrainRecipe:
+        """The recipe of the training at one length."""
+        shared = set(Continuation.model_fields) & set(TrainRecipe.model_fields)
+        settings = {name: getattr(self.recipe, name) for name in shared}
+        return TrainRecipe(**settings, context=length, steps=steps, model=config, initial=initial)
+
+    def plan(self, split: str, length: int, tokens: int) -> Windows:
+        """Windows of one length over the first `tokens` of a split."""
+        return windows(
+            self.corpus,
+            split,
+            length=length,
+            stride=self.recipe.evaluate_stride or length // 2,
+            limit_tokens=tokens,
+            batch_size=max(1, BATCH_TOKENS // length),
+        )
+
+    def lengths(self) -> list[int]:
+        """The lengths to measure at: the trained one, its doublings, and the last one."""
+        last, found = self.recipe.length[-1], [self.present.length]
+        while 2 * found[-1] < last:
+            found.append(2 * found[-1])
+        return [*found, last]
+
+
+@dataclass(frozen=True)
+class _Sitting:
+    """One sitting's work, which asks between steps and batches whether to stop."""
+
+    work: _Work
+    stop: Callable[[], bool]
+    progress: Progress
+    bar: TaskID
+
+    def continued(self) -> tuple[Continued, ...]:
+        """Every length of the schedule, one after another; what an earlier sitting finished is read."""
+        work, done, stages = self.work, 0, []
+        model, initial, history = work.model, work.begun.initial, work.history
+        for length, steps in zip(work.recipe.length, work.recipe.steps, strict=True):
+            folder = work.out / "stages" / str(length)
+            to = work.out / MODEL if length == work.recipe.length[-1] else folder / MODEL
+            if not (folder / STAGE).exists():
+                self._continue(model, initial, history, folder, to, length, steps, done)
+            remedy = f"delete {folder} to have it trained again"
+            stages.append(read(folder / STAGE, TypeAdapter(Continued), "a stage of extend", remedy))
+            done += steps
+            self.progress.update(self.bar, completed=done)
+            model, initial, history = on_disk.load(to, device=work.device), Initial.of(to), read_history(to)
+        return tuple(stages)
+
+    def _continue(
+        self,
+        model: Transformer,
+        initial: Initial,
+        history: tuple[Stage, ...],
+        folder: Path,
+        to: Path,
+        length: int,
+        steps: int,
+        done: int,
+    ) -> None:
+        work, corpus = self.work, self.work.corpus
+        rule, candidates = self._rule(model, folder, length)
+        model = work.turned(model, rule)
+        loss, seconds = None, 0.0
+        if steps:
+            training = work.training(length, steps, model.config, initial)
+
+            def on_step(step: int, loss: float) -> None:
+                self.progress.update(self.bar, completed=done + step, note=f"loss {loss:.3f} at {length}")
+
+            try:
+                trained = train(training, corpus, folder, device=work.device, on_step=on_step, stop=self.stop)
+            except (Interrupted, Diverged) as error:
+                raise type(error)(f"length {length}: {error}") from error
+            model, loss, seconds = trained.model, trained.loss, trained.seconds
+            history = (
+                *history,
+                Stage(
+                    length=length,
+                    tokens=training.trained_tokens,
+                    corpus=corpus.name,
+                    corpus_sha256=corpus.sha256,
+                    encoding=model.config.encoding,
+                ),
+            )
+        on_disk.save(model, to)
+        write_history(to, history)
+        stage = Continued(
+            length=length,
+            steps=steps,
+            tokens=steps * work.recipe.batch_size * length,
+            rule=rule,
+            train_loss=loss,
+            train_seconds=seconds,
+            candidates=candidates,
+        )
+        with replacing(folder / STAGE) as unfinished:
+            unfinished.write_text(stage.model_dump_json(indent=2))
+
+    def _rule(self, model: Transformer, folder: Path, length: int) -> tuple[AnyFrequencies | None, int]:
+        """What the rates become at a length, and how many candidates were measured for it."""
+        work, way = self.work, self.work.recipe.rule
+        if not isinstance(way, Search):
+            return way.at(work.present, length), 0
+        channels = next(module.channels for module in model.modules() if isinstance(module, Spectral))
+        batches = work.plan("validation", length, way.tokens)
+
+        def loss_of(rule: LongRoPE) -> float:
+            self.progress.update(self.bar, note=f"searching rates for {length}")
+            return self._measure(work.turned(model, rule), batches).loss
+
+        rule, tried = search(
+            way,
+            work.present,
+            length,
+            channels=channels,
+            loss_of=loss_of,
+            seed=work.recipe.seed,
+            path=folder / "search.json",
+        )
+        return rule, len(tried)
+
+    def measured(self, name: str, model: Callable[[], Transformer]) -> Measured:
+        """A model's losses at every length, read where an earlier sitting measured them."""
+        path = self.work.out / "evaluations" / f"{name.replace(', ', '-').replace(' ', '-')}.json"
+        if not path.exists():
+            found, plan = model(), self.work.plan
+            row = Measured(
+                name=name,
+                measurements=tuple(
+                    self._measure(found, plan(SPLIT, length, self.work.recipe.evaluate_tokens))
+                    for length in self.work.lengths()
+                ),
+            )
+            with replacing(path) as unfinished:
+                unfinished.write_text(row.model_dump_json(indent=2))
+        return read(path, TypeAdapter(Measured), "an evaluation of extend", "delete it to measure again")
+
+    def _measure(self, model: Transformer, batches: Windows) -> Measurement:
+        self.progress.update(self.bar, note=f"measuring at {batches.length}")
+        return measure(
+            model,
+            _until(self.stop, batches),
+            length=batches.length,
+            stride=batches.stride,
+            device=self.work.device,
+        )
+
+
+def _until(stop: Callable[[], bool], batches: Iterable[Batch]) -> Iterator[Batch]:
+    for rows in batches:
+        if stop():
+            raise Interrupted("measuring")
+        yield rows
