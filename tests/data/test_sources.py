@@ -11,7 +11,7 @@ import pytest
 
 from phasewise.data import Documents, load
 
-NAMES = "austen, chorales, jsb:PATH, text:PATH, genome:PATH, indirect-indexing"
+NAMES = "austen, chorales, jsb:PATH, text:PATH, jsonl:PATH, parquet:PATH, datasets:NAME, shards:PATH"
 
 
 @pytest.mark.parametrize("name", ["wikitext", "", "text", "text:", "jsb", "jsb:", "austen:emma", "jbs:x.npz"])

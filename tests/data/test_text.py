@@ -217,7 +217,7 @@ def test_text_that_is_not_utf8_serves_bytes_and_says_why_bpe_cannot(tmp_path: Pa
         ("bpe:255", "bpe:255 is no vocabulary size; give at least the 256 bytes, as in bpe:8192"),
         ("bpe:", "bpe: is no vocabulary size"),
         ("bpe", "bpe: is no vocabulary size"),
-        ("words", 'no tokenizer .words.; give "bytes", "bpe:SIZE" or the path of a tokenizer.json'),
+        ("words", 'no tokenizer .words.; give "bytes", "gpt2", "bpe:SIZE" or the path of a tokenizer.json'),
         (__file__, "is not a tokenizer.json: .*; save one with the tokenizers library"),
     ],
 )

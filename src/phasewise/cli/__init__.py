@@ -10,8 +10,16 @@ from phasewise.cli.doctor import doctor
 from phasewise.cli.inspect import inspect
 from phasewise.cli.profile import profile
 from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, leave, one_line
+from phasewise.cli.tokenize import tokenize
 
-COMMANDS = {"bench": bench, "compare": compare, "profile": profile, "inspect": inspect, "doctor": doctor}
+COMMANDS = {
+    "bench": bench,
+    "compare": compare,
+    "profile": profile,
+    "inspect": inspect,
+    "doctor": doctor,
+    "tokenize": tokenize,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

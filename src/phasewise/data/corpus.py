@@ -14,6 +14,7 @@ from typing import Literal, overload
 import numpy as np
 
 SPLITS = ("train", "validation", "test")
+Unit = Literal["byte", "token", "note", "event", "character", "base", "k-mer"]
 HASHED_EXAMPLES = 10_000
 
 
@@ -108,7 +109,7 @@ class Corpus:
     name: str
     source: str
     licence: str
-    unit: Literal["byte", "token", "note", "character", "base"]
+    unit: Unit
     vocab_size: int
     sha256: str
     splits: Mapping[str, Split]

@@ -6,13 +6,27 @@ from pathlib import Path
 
 from phasewise.data.corpus import Corpus
 from phasewise.data.genome import genome
+from phasewise.data.kinds import Origin
 from phasewise.data.music import chorales, jsb
+from phasewise.data.shards import shards
 from phasewise.data.suite import KINDS as SUITE
 from phasewise.data.suite import suite
 from phasewise.data.synthetic import indirect_indexing
 from phasewise.data.text import austen, text
+from phasewise.data.tokenization import collect
 
-NAMES = ("austen", "chorales", "jsb:PATH", "text:PATH", "genome:PATH", "indirect-indexing")
+NAMES = (
+    "austen",
+    "chorales",
+    "jsb:PATH",
+    "text:PATH",
+    "jsonl:PATH",
+    "parquet:PATH",
+    "datasets:NAME",
+    "shards:PATH",
+)
+NAMES += ("genome:PATH", "indirect-indexing")
+TEXT = ("austen", "text", "jsonl", "parquet", "datasets")
 NAMES += tuple(f"{kind}:BLOCK" for kind in SUITE)
 
 
@@ -21,8 +35,8 @@ def load(
 ) -> Corpus:
     """The corpus of that name, one of `NAMES`.
 
-    tokenizer: for text: "bytes", "bpe:SIZE" (byte-level, trained on the training split alone) or the path of
-        a tokenizer.json of the tokenizers library.
+    tokenizer: for text: "bytes", "gpt2", "bpe:SIZE" (byte-level, trained on the training split alone) or the
+        path of a tokenizer.json of the tokenizers library. Shards have their own.
     separator: for text:PATH: what stands between documents inside a file; None: a file is a document.
     cache: for chorales: the folder for parsed pieces; None: $XDG_CACHE_HOME/phasewise or ~/.cache/phasewise.
 
@@ -37,7 +51,7 @@ def load(
     takes = {known.partition(":")[0]: known.partition(":")[2] for known in NAMES}
     if kind not in takes or bool(path) != bool(takes[kind]):
         raise ValueError(f"no corpus {name!r}; there are {', '.join(NAMES)}")
-    if tokenizer != "bytes" and kind not in ("austen", "text"):
+    if tokenizer != "bytes" and kind not in TEXT:
         raise ValueError(f"{kind} is not text, so tokenizer={tokenizer!r} has no meaning; leave it out")
     if separator is not None and kind != "text":
         raise ValueError(f"{kind} has documents of its own; leave separator out")
@@ -54,6 +68,10 @@ def load(
             return genome(Path(path).expanduser())
         case "text":
             return text(Path(path).expanduser(), tokenizer=tokenizer, separator=separator)
+        case "jsonl" | "parquet" | "datasets":
+            return collect(Origin(data=name, tokenizer=tokenizer))
+        case "shards":
+            return shards(Path(path).expanduser())
         case _ if kind in SUITE:
             return suite(kind, _block(name, path))
         case _:

@@ -5,30 +5,21 @@ Tokens are the text's bytes, or those of a byte-level BPE, given or trained on t
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import lzma
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
+from phasewise.data.codec import text_codec
 from phasewise.data.corpus import SPLITS, Corpus, Documents, sha256_of
-
-if TYPE_CHECKING:
-    import tokenizers
+from phasewise.data.documents import members_of, text_documents
 
 AUSTEN_SPLITS = {"train": slice(0, 4), "validation": slice(4, 5), "test": slice(5, 6)}
 FEWEST_DOCUMENTS = 10
 HELD_OUT = 0.1
-BYTES = 256
-OPENERS = {".xz": lzma.open, ".gz": gzip.open}
 
 Texts = Mapping[str, Sequence[bytes]]
-Codec = tuple[Callable[[bytes], np.ndarray], Callable[[np.ndarray], str], int]
 
 
 def austen(tokenizer: str = "bytes") -> Corpus:
@@ -82,38 +73,12 @@ def _read(path: Path, separator: str | None) -> list[bytes]:
         raise ValueError(
             "separator is empty; give the string between documents, or None for one document a file"
         )
-    if path.is_dir():
-        members = sorted(found for found in path.rglob("*") if found.is_file() and not _hidden(found, path))
-        if not members:
-            raise ValueError(f"folder {path} holds no files; give a folder with text files")
-    elif path.is_file():
-        members = [path]
-    else:
-        raise ValueError(f"no file or folder at {path}; text:PATH takes an existing one")
-    documents = []
-    for member in members:
-        content = _content(member)
-        documents += [content] if separator is None else content.split(separator.encode())
-    documents = list({document: None for document in documents if document.strip()})
+    members = members_of(path, "text")
+    found = (each for member in members for each in text_documents(member, separator=separator))
+    documents = list({each.content: None for each in found if each.content.strip()})
     if not documents:
         raise ValueError(f"{path} is empty; give a file with text")
     return documents
-
-
-def _hidden(member: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in member.relative_to(folder).parts)
-
-
-def _content(member: Path) -> bytes:
-    try:
-        with OPENERS.get(member.suffix, open)(member, "rb") as file:
-            content = file.read()
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise ValueError(f"cannot read {member}: {error}; give a readable text file") from error
-    place = content.find(b"\0")
-    if place >= 0:
-        raise ValueError(f"{member} is binary (a zero byte at {place}), not text; leave it out of the path")
-    return content
 
 
 def _split_by_document(documents: Sequence[bytes]) -> Texts:
@@ -145,89 +110,23 @@ def _character_at(document: bytes, place: int) -> int:
 
 
 def _tokenized(texts: Texts, tokenizer: str, *, name: str, source: str, licence: str) -> Corpus:
-    encode, decode, vocab_size = _bytes_codec() if tokenizer == "bytes" else _bpe_codec(texts, tokenizer)
+    codec = text_codec(tokenizer, lambda: texts["train"])
     splits = {
-        split: Documents.join((encode(member) for member in members), vocab_size=vocab_size)
+        split: Documents.join(codec.encode(members), vocab_size=codec.vocab_size)
         for split, members in texts.items()
     }
-    unit: Literal["byte", "token"] = "byte" if tokenizer == "bytes" else "token"
     return Corpus(
         name=name if tokenizer == "bytes" else f"{name}, {tokenizer}",
         source=source,
         licence=licence,
-        unit=unit,
-        vocab_size=vocab_size,
+        unit=codec.unit,
+        vocab_size=codec.vocab_size,
         sha256=sha256_of(splits),
         splits=splits,
-        decode=decode,
+        decode=codec.decode,
         bytes_per_token={
             split: sum(len(member) for member in texts[split]) / int(documents.lengths.sum())
             for split, documents in splits.items()
         },
-        encode=lambda words: encode(words.encode()),
+        encode=codec.encode_text,
     )
-
-
-def _bytes_codec() -> Codec:
-    return _bytes_to_tokens, _tokens_to_text, BYTES
-
-
-def _bytes_to_tokens(document: bytes) -> np.ndarray:
-    return np.frombuffer(document, dtype=np.uint8)
-
-
-def _tokens_to_text(tokens: np.ndarray) -> str:
-    return np.asarray(tokens, dtype=np.uint8).tobytes().decode(errors="replace")
-
-
-def _bpe_codec(texts: Texts, name: str) -> Codec:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ValueError(f"tokenizer {name!r} needs a package: pip install phasewise[train]") from error
-    kind, _, size = name.partition(":")
-    if kind == "bpe":
-        tokenizer = _trained_bpe(texts["train"], size)
-    elif Path(name).is_file():
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(name)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ValueError(
-                f"{name} is not a tokenizer.json: {error}; save one with the tokenizers library"
-            ) from error
-    else:
-        raise ValueError(f'no tokenizer {name!r}; give "bytes", "bpe:SIZE" or the path of a tokenizer.json')
-
-    def encode(document: bytes) -> np.ndarray:
-        ids = tokenizer.encode(_characters(document), add_special_tokens=False).ids
-        return np.array(ids, dtype=np.int32)
-
-    def decode(tokens: np.ndarray) -> str:
-        return tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
-
-    return encode, decode, max(tokenizer.get_vocab().values()) + 1
-
-
-def _trained_bpe(documents: Sequence[bytes], size: str) -> tokenizers.Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    if not size.isdecimal() or int(size) < BYTES:
-        raise ValueError(f"bpe:{size} is no vocabulary size; give at least the {BYTES} bytes, as in bpe:8192")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=int(size), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator([_characters(document) for document in documents], trainer)
-    return tokenizer
-
-
-def _characters(document: bytes) -> str:
-    try:
-        return document.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"the document that starts {document[:30]!r} is not UTF-8 at byte {error.start}, as BPE needs; "
-            'convert it, or use tokenizer="bytes"'
-        ) from error

@@ -1,0 +1,274 @@
+"""Where documents come from, one after another and never all at once: files of text, JSON lines, parquet, hubs.
+
+A source has parts in a fixed order (a file, a split of a data set), and a part has documents in a fixed order.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    import datasets
+
+OPENERS = {".xz": lzma.open, ".gz": gzip.open}
+UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
+BLOCK = 1 << 20
+ROWS = 256
+STATED = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation"} | {
+    "dev": "validation",
+    "test": "test",
+}
+STATED_NAME = re.compile(rf"({'|'.join(STATED)})(?:[-_.].*)?")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document.
+
+    done: how much of its part's size has been read after it.
+    split: the split that its place within the part states, if any.
+    """
+
+    content: bytes
+    done: int
+    split: str | None = None
+
+
+Documents = Iterator[Document]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file, or a split of a data set.
+
+    size: in bytes or rows, for showing progress.
+    split: the split that its name states; where neither this nor a document states one, content decides.
+    read: gives the documents.
+    """
+
+    name: str
+    size: int
+    split: str | None
+    read: Callable[[], Documents]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Parts in a fixed order, with where they come from and on what terms, a sentence each."""
+
+    description: str
+    licence: str
+    parts: tuple[Part, ...]
+
+
+def split_of(content: bytes, *, held_out: float, seed: int) -> str:
+    """The split of a document whose place states none, from its content alone: copies stay together.
+
+    A hash of seed and content is uniform on [0, 1): test below `held_out`, validation below twice that.
+
+    >>> split_of(b"It is a truth universally acknowledged", held_out=0.05, seed=0)
+    'train'
+    """
+    digest = hashlib.sha256(str(seed).encode() + b"\0" + hashlib.sha256(content).digest()).digest()
+    place = int.from_bytes(digest[:8], "big") / 2**64
+    return "test" if place < held_out else "validation" if place < 2 * held_out else "train"
+
+
+def text_source(name: str, *, separator: str | None = None, field: str = "text") -> Source:
+    """The documents of text:PATH, jsonl:PATH, parquet:PATH or datasets:NAME.
+
+    PATH is a file or a folder, of which hidden files are left out; .xz and .gz are unpacked. Splits are the
+    source's own where names state them (train, validation or valid, val, dev, and test, as folders or as the
+    starts of names at the top of PATH, or as a data set's splits); a source that names only train has none.
+    NAME may end in ":CONFIG", and may be a local folder that the datasets library reads.
+
+    separator: for text: what stands between documents inside a file; None: a file is a document.
+    field: for the others: the field or column that holds the text.
+    Raises ValueError for what is missing, empty or unreadable, as it is come upon.
+    """
+    kind, _, path = name.partition(":")
+    if separator == "":
+        raise ValueError(
+            "separator is empty; give the string between documents, or None for one document a file"
+        )
+    if separator is not None and kind != "text":
+        raise ValueError(f"{kind} has documents of its own; leave separator out")
+    match kind:
+        case "text":
+            return _files(Path(path).expanduser(), partial(text_documents, separator=separator), kind)
+        case "jsonl":
+            return _files(Path(path).expanduser(), partial(_json_lines, field=field), kind)
+        case "parquet":
+            return _files(Path(path).expanduser(), partial(_parquet, field=field), kind)
+        case "datasets":
+            return _data_set(path, field)
+    raise ValueError(f"{name!r} is no text; give text:PATH, jsonl:PATH, parquet:PATH or datasets:NAME")
+
+
+def members_of(path: Path, kind: str) -> list[Path]:
+    """The file at `path`, or every file below it in order, hidden ones apart; ValueError when there is none."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"no file or folder at {path}; {kind}:PATH takes an existing one")
+    members = sorted(found for found in path.rglob("*") if found.is_file() and not _hidden(found, path))
+    if not members:
+        raise ValueError(f"folder {path} holds no files; give a folder with {kind} files")
+    return members
+
+
+def stated_splits(names: Sequence[str]) -> list[str | None]:
+    """The split that the start of each name states; all None unless two different ones are stated.
+
+    Raises ValueError when some names state a split and others none.
+    """
+    found = [STATED_NAME.fullmatch(name) for name in names]
+    splits = [STATED[each.group(1)] if each else None for each in found]
+    if len(set(splits) - {None}) < 2:
+        return [None] * len(names)
+    if None in splits:
+        raise ValueError(
+            f"{names[splits.index(None)]} belongs to no split, while others are named train, validation or "
+            "test; move it into one of these, or rename them for a split by content"
+        )
+    return splits
+
+
+def _hidden(member: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in member.relative_to(folder).parts)
+
+
+def _files(path: Path, read: Callable[[Path], Documents], kind: str) -> Source:
+    members = members_of(path, kind)
+    names = [str(member.relative_to(path)) if member != path else path.name for member in members]
+    splits = stated_splits([Path(name).parts[0] for name in names])
+    parts = tuple(
+        Part(name, member.stat().st_size, split, partial(read, member))
+        for name, member, split in zip(names, members, splits, strict=True)
+    )
+    return Source(f"local {kind}, {len(parts)} files", "as its owner states", parts)
+
+
+def text_documents(path: Path, *, separator: str | None) -> Documents:
+    """The documents of a text file, plain, .xz or .gz: the whole, or the parts between separators."""
+    with path.open("rb") as packed:
+        try:
+            file: BinaryIO = OPENERS[path.suffix](packed) if path.suffix in OPENERS else packed
+            for content in [file.read()] if separator is None else _separated(file, separator.encode()):
+                place = content.find(b"\0")
+                if place >= 0:
+                    raise ValueError(
+                        f"{path} is binary (a zero byte at {place}), not text; leave it out of the path"
+                    )
+                yield Document(content, packed.tell())
+        except UNREADABLE as error:
+            raise ValueError(f"cannot read {path}: {error}; give a readable text file") from error
+
+
+def _separated(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+    rest = b""
+    while block := file.read(BLOCK):
+        *whole, rest = (rest + block).split(separator)
+        yield from whole
+    yield rest
+
+
+def _json_lines(path: Path, *, field: str) -> Documents:
+    with path.open("rb") as packed:
+        try:
+            file = OPENERS[path.suffix](packed) if path.suffix in OPENERS else packed
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield Document(_field(line, field, f"{path}, line {number}"), packed.tell())
+        except UNREADABLE as error:
+            raise ValueError(f"cannot read {path}: {error}; give readable JSON lines") from error
+
+
+def _field(line: bytes, field: str, where: str) -> bytes:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error}); give one object a line") from error
+    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+        known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{where} has no text in {field!r}, only {known}; name the field with --field")
+    return row[field].encode(errors="surrogatepass")
+
+
+def _parquet(path: Path, *, field: str) -> Documents:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError("parquet needs a package: pip install phasewise[train]") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            size = path.stat().st_size
+            if field not in file.schema_arrow.names:
+                known = ", ".join(file.schema_arrow.names)
+                raise ValueError(f"{path} has no column {field!r}, only {known}; name it with --field")
+            done = 0
+            for rows in file.iter_batches(batch_size=ROWS, columns=[field]):
+                for text in rows.column(0).to_pylist():
+                    done += 1
+                    content = _row(text, f"{path}, row {done}", field)
+                    yield Document(content, size * done // file.metadata.num_rows)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"cannot read {path}: {error}; give a readable parquet file") from error
+
+
+def _row(text: object, where: str, field: str) -> bytes:
+    if not isinstance(text, str):
+        raise ValueError(f"{where} holds {type(text).__name__} in {field!r}, not text; name the right one")
+    return text.encode(errors="surrogatepass")
+
+
+def _data_set(name: str, field: str) -> Source:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("data sets by name need a package: pip install phasewise[train]") from error
+    title, _, config = name.partition(":")
+    try:
+        found = datasets.load_dataset(title, config or None)
+    except Exception as error:  # the library raises many kinds, its own and its hub's
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"datasets cannot load {title!r} ({reason}); check the name, NAME:CONFIG where it has several, "
+            "and the network"
+        ) from error
+    if not isinstance(found, datasets.DatasetDict):
+        raise ValueError(f"{title!r} has no splits that can be read whole; give another data set")
+    known = {split: rows for split, rows in found.items() if str(split) in STATED}
+    left_out = ", ".join(str(split) for split in found if str(split) not in STATED)
+    if not known:
+        raise ValueError(f"{title!r} has no split train, validation or test, only {left_out}")
+    parts = []
+    for (split, rows), stated in zip(
+        known.items(), stated_splits([str(each) for each in known]), strict=True
+    ):
+        if field not in rows.column_names:
+            columns = ", ".join(rows.column_names)
+            raise ValueError(f"{title!r} has no column {field!r}, only {columns}; name it with --field")
+        parts.append(Part(str(split), len(rows), stated, partial(_rows, rows.select_columns([field]), field)))
+    info = next(iter(known.values())).info
+    described = f"data set {name}" + (f", without its {left_out}" if left_out else "")
+    return Source(described, info.license or "as its owner states", tuple(parts))
+
+
+def _rows(rows: datasets.Dataset, field: str) -> Documents:
+    done = 0
+    for start in range(0, len(rows), ROWS):
+        for text in rows[start : start + ROWS][field]:
+            done += 1
+            yield Document(_row(text, f"row {done}", field), done)

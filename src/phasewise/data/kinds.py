@@ -1,0 +1,53 @@
+"""Which documents and which codec each kind of data has that can be tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from phasewise.data.codec import Codec, defined_codec, text_codec
+from phasewise.data.documents import Source, text_source
+
+KINDS = ("text", "jsonl", "parquet", "datasets")
+
+
+class Origin(BaseModel):
+    """What is tokenised, and how: equal origins of equal sources give equal shards."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    data: str
+    """text:PATH | jsonl:PATH | parquet:PATH | datasets:NAME (or NAME:CONFIG)."""
+    tokenizer: str = "bytes"
+    """bytes | gpt2 | bpe:SIZE (trained on the training split) | PATH of a tokenizer.json."""
+    separator: str | None = None
+    """Of text: what stands between documents inside a file; None: a file is a document."""
+    field: str = "text"
+    """Of jsonl, parquet and datasets: the field that holds the text."""
+    held_out: float = Field(default=0.05, ge=0, lt=0.5)
+    """Share of the documents for validation, and as many for test, where the data have no splits of their own."""
+    seed: int = Field(default=0, ge=0)
+    """Of that split."""
+
+    @property
+    def kind(self) -> str:
+        return self.data.partition(":")[0]
+
+
+def open_source(origin: Origin) -> Source:
+    """The documents of an origin; ValueError for data of no such kind, or none at the place."""
+    if origin.kind not in KINDS or not origin.data.partition(":")[2]:
+        known = ", ".join(f"{kind}:{'NAME' if kind == 'datasets' else 'PATH'}" for kind in KINDS)
+        raise ValueError(f"{origin.data!r} cannot be tokenised; give {known}")
+    return text_source(origin.data, separator=origin.separator, field=origin.field)
+
+
+def make_codec(origin: Origin, training: Callable[[], Iterable[bytes]]) -> Codec:
+    """The codec of an origin; `training` gives the documents of its training split, for a BPE to learn from."""
+    return text_codec(origin.tokenizer, training)
+
+
+def stored_codec(origin: Origin, definition: str) -> Codec:
+    """The codec that made the tokens of an origin, from its stored definition."""
+    return defined_codec(origin.tokenizer, definition)

@@ -1,0 +1,312 @@
+"""Tokenising a source: into a folder of shards, however large it is, or into memory, where it is small.
+
+Documents are read, encoded (on all cores, by the codec) and appended to the open shard of their split, in the
+order of the source. progress.json says up to which document everything is on the disk; going on cuts the open
+shards back to that and reads the source again to that place, so shards do not depend on interruptions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from phasewise.data.corpus import SPLITS, Corpus, Documents, sha256_of
+from phasewise.data.documents import Source, split_of
+from phasewise.data.kinds import Origin, make_codec, open_source, stored_codec
+from phasewise.data.shards import INDEX, TOKENIZER, Frozen, Index, Part, read_index, verify
+from phasewise.data.writing import Open, SplitWriter
+from phasewise.interrupt import Interrupted
+from phasewise.record import replacing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PROGRESS = "progress.json"
+TEXT_UNITS = ("byte", "token")
+AT_ONCE = 1 << 21
+SAVE_EVERY = 1 << 24
+LARGEST_IN_MEMORY = 1 << 28
+
+
+class Progress(Frozen):
+    """progress.json: how far an unfinished folder has come.
+
+    documents: how many of the source are on the disk. source_sha256: of these, chained.
+    """
+
+    origin: Origin
+    shard_tokens: int
+    tokenizer_sha256: str
+    documents: int
+    source_sha256: str
+    splits: dict[str, Open]
+
+
+def tokenize(
+    origin: Origin,
+    folder: Path,
+    *,
+    shard_tokens: int = 2**27,
+    console: Console | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Index:
+    """Tokenise a source into `folder`, or go on where an earlier call stopped, or check what is finished.
+
+    The shards are the same whether or not the work was interrupted. A finished folder is verified: its source
+    and its shards must be as they were. The longest document, not the corpus, must fit into memory.
+
+    shard_tokens: a shard is closed by the document that brings it to so many tokens.
+    console: where to show progress; None: nowhere.
+    stop: asked between documents; when it says so, what is done is saved and Interrupted raised.
+    Raises ValueError for a source that is missing, empty, unreadable or has changed, a folder of another
+    origin, a damaged folder, and a split without documents; OSError, with the path, for a full disk.
+    """
+    if shard_tokens < 1:
+        raise ValueError(f"shard_tokens must be at least 1, but is {shard_tokens}")
+    source = open_source(origin)
+    if (folder / INDEX).exists():
+        return _checked(origin, source, folder, console)
+    progress = _begun(origin, shard_tokens, source, folder)
+    codec = stored_codec(origin, (folder / TOKENIZER).read_text())
+    if codec.sha256 != progress.tokenizer_sha256:
+        raise ValueError(f"{folder / TOKENIZER} has changed; delete {folder} and tokenise again")
+    is_text = codec.unit in TEXT_UNITS
+    reading = Reading(source, origin, console)
+    documents = reading.after(
+        progress.documents, progress.source_sha256, f"delete {folder} and tokenise again"
+    )
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(
+                closing(
+                    SplitWriter(folder, split, codec.dtype, progress.shard_tokens, progress.splits[split])
+                )
+            )
+            for split in SPLITS
+        }
+        unsaved = 0
+        for some in _by_size(documents):
+            encoded = codec.encode([content for _, content in some])
+            for (split, content), tokens in zip(some, encoded, strict=True):
+                writers[split].append(tokens, text_bytes=len(content))
+                unsaved += len(content)
+            stopping = stop()
+            if stopping or unsaved >= SAVE_EVERY:
+                unsaved = 0
+                states = {split: writer.save() for split, writer in writers.items()}
+                done = {"documents": reading.documents, "source_sha256": reading.sha256, "splits": states}
+                _write(folder / PROGRESS, progress.model_copy(update=done))
+            if stopping:
+                raise Interrupted(f"document {reading.documents:,}")
+        parts = {split: writer.finish(is_text=is_text) for split, writer in writers.items()}
+    index = Index(
+        origin=origin,
+        source=source.description,
+        licence=source.licence,
+        unit=codec.unit,
+        vocab_size=codec.vocab_size,
+        dtype="<u2" if codec.dtype.itemsize == 2 else "<i4",
+        tokenizer_sha256=codec.sha256,
+        source_sha256=reading.sha256,
+        splits=_complete(parts, origin, reading),
+    )
+    _write(folder / INDEX, index)
+    (folder / PROGRESS).unlink()
+    return index
+
+
+def collect(origin: Origin) -> Corpus:
+    """The same documents, splits and tokens in memory, for at most 256 MiB of documents.
+
+    Raises ValueError as `tokenize` does, and for a larger source.
+    """
+    source = open_source(origin)
+    documents: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+    size = 0
+    reading = Reading(source, origin, None)
+    for split, content in reading:
+        documents[split].append(content)
+        size += len(content)
+        if size > LARGEST_IN_MEMORY:
+            raise ValueError(
+                f"{origin.data} has more than {LARGEST_IN_MEMORY >> 20} MiB, too much to tokenise at each start; "
+                f"run phasewise tokenize {origin.data} --out FOLDER once and give shards:FOLDER"
+            )
+    codec = make_codec(origin, lambda: documents["train"])
+    is_text = codec.unit in TEXT_UNITS
+    tokens = {split: codec.encode(members) for split, members in documents.items()}
+    parts = {
+        split: Part(
+            documents=len(members),
+            tokens=sum(len(each) for each in tokens[split]),
+            text_bytes=sum(len(each) for each in members) if is_text else None,
+            shards=(),
+        )
+        for split, members in documents.items()
+    }
+    kept = _complete(parts, origin, reading)
+    splits = {split: Documents.join(tokens[split], vocab_size=codec.vocab_size) for split in kept}
+    return Corpus(
+        name=origin.data if origin.tokenizer == "bytes" else f"{origin.data}, {origin.tokenizer}",
+        source=source.description,
+        licence=source.licence,
+        unit=codec.unit,
+        vocab_size=codec.vocab_size,
+        sha256=sha256_of(splits),
+        splits=splits,
+        decode=codec.decode,
+        bytes_per_token={split: (part.text_bytes or 0) / part.tokens for split, part in kept.items()}
+        if is_text
+        else None,
+        encode=codec.encode_text if is_text else None,
+    )
+
+
+class Reading:
+    """One pass over the documents of a source that are not blank, with their splits, count and hash so far."""
+
+    def __init__(self, source: Source, origin: Origin, console: Console | None) -> None:
+        self._source, self._origin, self._console = source, origin, console
+        self.documents, self.sha256 = 0, ""
+        self.by_content = False
+
+    def after(self, documents: int, sha256: str, remedy: str) -> Iterator[tuple[str, bytes]]:
+        """The documents after the first `documents`; ValueError unless these have the hash they had before."""
+        for split, content in self:
+            if self.documents > documents:
+                yield split, content
+            elif self.documents == documents and self.sha256 != sha256:
+                raise ValueError(
+                    f"{self._origin.data} has changed among its first {documents:,} documents; {remedy}"
+                )
+        if self.documents < documents:
+            raise ValueError(
+                f"{self._origin.data} has {self.documents:,} documents, {documents:,} before; {remedy}"
+            )
+
+    def __iter__(self) -> Iterator[tuple[str, bytes]]:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        total = sum(part.size for part in self._source.parts)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+        shown = Progress(
+            *columns, TimeRemainingColumn(), console=self._console, disable=self._console is None
+        )
+        before = 0
+        with shown:
+            task = shown.add_task("Tokenising", total=total)
+            for part in self._source.parts:
+                for document in part.read():
+                    if document.content.strip():
+                        stated = document.split or part.split
+                        split = stated or split_of(
+                            document.content, held_out=self._origin.held_out, seed=self._origin.seed
+                        )
+                        self.documents += 1
+                        content = hashlib.sha256(document.content).hexdigest()
+                        self.sha256 = hashlib.sha256(f"{self.sha256}:{split}:{content}".encode()).hexdigest()
+                        self.by_content = self.by_content or not stated
+                        yield split, document.content
+                    shown.update(
+                        task,
+                        completed=before + document.done,
+                        description=f"{self.documents:,} documents",
+                    )
+                before += part.size
+        if not self.documents:
+            raise ValueError(f"{self._origin.data} is empty; give data with text")
+
+
+def _begun(origin: Origin, shard_tokens: int, source: Source, folder: Path) -> Progress:
+    """The progress of a begun folder, or that of a new one once its tokenizer is stored."""
+    path = folder / PROGRESS
+    if path.exists():
+        try:
+            progress = Progress.model_validate_json(path.read_text())
+        except (ValidationError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is damaged; delete {folder} and tokenise again") from error
+        _require_same(origin, progress.origin, folder)
+        if shard_tokens != progress.shard_tokens:
+            raise ValueError(
+                f"{folder} was begun with shards of {progress.shard_tokens} tokens, not {shard_tokens}; "
+                "go on with these, or choose another folder"
+            )
+        return progress
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} holds other files; choose a new folder")
+
+    def training() -> Iterator[bytes]:
+        for split, content in Reading(source, origin, None):
+            if split == "train":
+                yield content
+
+    codec = make_codec(origin, training)
+    progress = Progress(
+        origin=origin,
+        shard_tokens=shard_tokens,
+        tokenizer_sha256=codec.sha256,
+        documents=0,
+        source_sha256="",
+        splits={split: Open() for split in SPLITS},
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / TOKENIZER) as unfinished:
+        unfinished.write_text(codec.definition)
+    _write(path, progress)
+    return progress
+
+
+def _checked(origin: Origin, source: Source, folder: Path, console: Console | None) -> Index:
+    index = read_index(folder)
+    _require_same(origin, index.origin, folder)
+    reading = Reading(source, origin, console)
+    for _ in reading:
+        pass
+    if reading.sha256 != index.source_sha256:
+        raise ValueError(
+            f"{origin.data} has changed since {folder} was made; tokenise it into another folder"
+        )
+    return verify(folder)
+
+
+def _require_same(origin: Origin, before: Origin, folder: Path) -> None:
+    differing = [name for name in Origin.model_fields if getattr(origin, name) != getattr(before, name)]
+    if differing:
+        said = ", ".join(f"{name} {getattr(before, name)!r}" for name in differing)
+        raise ValueError(f"{folder} was begun with {said}; go on with that, or choose another folder")
+
+
+def _complete(parts: dict[str, Part], origin: Origin, reading: Reading) -> dict[str, Part]:
+    """The splits with documents. Data may state fewer than three; a split by content must fill each."""
+    found = {split: part for split, part in parts.items() if part.tokens}
+    missing = [split for split in parts if split not in found]
+    if "train" in missing or (missing and reading.by_content and origin.held_out):
+        raise ValueError(
+            f"none of {reading.documents} documents fell to {', '.join(missing)}: raise --held-out from "
+            f"{origin.held_out}, divide files with --separator, or lay them in folders train, validation and test"
+        )
+    return found
+
+
+def _by_size(documents: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
+    """The same in groups of a few megabytes, or of one larger document."""
+    some: list[tuple[str, bytes]] = []
+    size = 0
+    for each in documents:
+        some.append(each)
+        size += len(each[1])
+        if size >= AT_ONCE:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _write(path: Path, document: Frozen) -> None:
+    with replacing(path) as unfinished:
+        unfinished.write_text(document.model_dump_json(indent=1) + "\n")

@@ -1,0 +1,256 @@
+"""Tokenised shards are the source, whatever interrupts the work; what is damaged or has changed is named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from phasewise.data import batch, load, tokenization, windows
+from phasewise.data.documents import split_of
+from phasewise.data.kinds import Origin
+from phasewise.data.shards import verify
+from phasewise.data.tokenization import collect, tokenize
+from phasewise.interrupt import Interrupted
+
+WORDS = ["It", "was", "a", "truth", "universally", "acknowledged,", "ÿ£", "that", "sets", "the", "phase."]
+DOCUMENTS = 90
+
+
+def prose(seed: int) -> str:
+    random = np.random.default_rng(seed)
+    return " ".join(random.choice(WORDS) for _ in range(20 + seed % 50))
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    for part in range(3):
+        rows = [{"text": prose(each), "other": each} for each in range(DOCUMENTS) if each % 3 == part]
+        (folder / f"{part}.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "AT_ONCE", 900)
+    monkeypatch.setattr(tokenization, "SAVE_EVERY", 2000)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def stopping_after(calls: int) -> Callable[[], bool]:
+    left = iter(range(calls))
+    return lambda: next(left, None) is None
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_shards_hold_the_documents_of_the_source_in_order_each_in_the_split_of_its_content(
+    lines: Path, tmp_path: Path, tokenizer: str
+) -> None:
+    origin = Origin(data=f"jsonl:{lines}", tokenizer=tokenizer, held_out=0.15)
+    index = tokenize(origin, tmp_path / "out", shard_tokens=700)
+    corpus = load(f"shards:{tmp_path / 'out'}")
+    order = [prose(each) for part in range(3) for each in range(part, DOCUMENTS, 3)]
+    for split, documents in corpus.splits.items():
+        expected = [text for text in order if split_of(text.encode(), held_out=0.15, seed=0) == split]
+        assert [corpus.decode(document) for document in documents] == expected
+        assert [len(document) for document in documents] == documents.lengths.tolist()
+        assert corpus.bytes_per_token is not None
+        assert documents.lengths.sum() * corpus.bytes_per_token[split] == pytest.approx(
+            sum(len(text.encode()) for text in expected)
+        )
+        assert documents[-1].dtype == np.uint16
+    assert len(index.splits["train"].shards) > 3
+    assert corpus.encode is not None
+    assert np.array_equal(corpus.encode(corpus.decode(corpus.split("test")[0])), corpus.split("test")[0])
+    in_memory = load(f"jsonl:{lines}", tokenizer="bytes") if tokenizer == "bytes" else collect(origin)
+    assert in_memory.vocab_size == corpus.vocab_size
+
+
+def test_tokens_in_memory_and_in_shards_are_the_same(lines: Path, tmp_path: Path) -> None:
+    origin = Origin(data=f"jsonl:{lines}", tokenizer="bpe:280", held_out=0.2, seed=3)
+    tokenize(origin, tmp_path / "out", shard_tokens=500)
+    mapped, in_memory = load(f"shards:{tmp_path / 'out'}"), collect(origin)
+    assert mapped.bytes_per_token == in_memory.bytes_per_token
+    for split in mapped.splits:
+        for first, second in zip(mapped.split(split), in_memory.split(split), strict=True):
+            assert np.array_equal(first, second)
+    for corpus in (mapped, in_memory):
+        assert windows(corpus, "train", length=16, limit_tokens=300).scored == 300
+    drawn = [batch(each, "train", step=1, context=32, batch_size=4, seed=0) for each in (mapped, in_memory)]
+    assert drawn[0].tokens.tolist() == drawn[1].tokens.tolist()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_interrupted_work_goes_on_to_identical_shards(lines: Path, tmp_path: Path, tokenizer: str) -> None:
+    origin = Origin(data=f"jsonl:{lines}", tokenizer=tokenizer, held_out=0.15)
+    tokenize(origin, tmp_path / "whole", shard_tokens=700)
+    sittings = 0
+    while True:
+        sittings += 1
+        try:
+            tokenize(origin, tmp_path / "parts", shard_tokens=700, stop=stopping_after(1))
+            break
+        except Interrupted:
+            assert not (tmp_path / "parts" / "index.json").exists()
+    assert sittings > 4
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("writes", range(1, 60, 7))
+def test_work_killed_in_the_middle_of_any_write_goes_on_to_identical_shards(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    origin = Origin(data=f"jsonl:{lines}", held_out=0.15)
+    tokenize(origin, tmp_path / "whole", shard_tokens=700)
+    calls = iter(range(writes))
+    append = tokenization.SplitWriter.append
+
+    def dying(self: tokenization.SplitWriter, tokens: np.ndarray, *, text_bytes: int) -> None:
+        if next(calls, None) is None:
+            self._files[0].write(b"half a doc")
+            raise Killed
+        append(self, tokens, text_bytes=text_bytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenization.SplitWriter, "append", dying)
+        with pytest.raises(Killed):
+            tokenize(origin, tmp_path / "parts", shard_tokens=700)
+    with pytest.raises(
+        ValueError, match=r"no tokenised corpus at .*: it has no index.json; make one, or finish"
+    ):
+        load(f"shards:{tmp_path / 'parts'}")
+    tokenize(origin, tmp_path / "parts", shard_tokens=700)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_names_the_file_and_work_goes_on_once_there_is_space(lines: Path, tmp_path: Path) -> None:
+    origin = Origin(data=f"jsonl:{lines}", held_out=0.15)
+    tokenize(origin, tmp_path / "whole")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"train-00000\.bin") as raised:
+            tokenize(origin, tmp_path / "parts")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert raised.value.errno == errno.EFBIG
+    tokenize(origin, tmp_path / "parts")
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+@pytest.fixture
+def made(lines: Path, tmp_path: Path) -> Path:
+    tokenize(Origin(data=f"jsonl:{lines}", held_out=0.15), tmp_path / "made", shard_tokens=700)
+    return tmp_path / "made"
+
+
+@pytest.mark.parametrize("name", ["train-00001.bin", "test-00000.lengths"])
+def test_a_cut_or_missing_shard_is_named_at_once(made: Path, name: str) -> None:
+    whole = (made / name).read_bytes()
+    (made / name).write_bytes(whole[:-3])
+    remedy = "restore it from a copy, or delete the folder and tokenise again"
+    with pytest.raises(
+        ValueError, match=f"{name} has {len(whole) - 3} bytes instead of {len(whole)}: {remedy}"
+    ):
+        load(f"shards:{made}")
+    (made / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} is missing: {remedy}"):
+        load(f"shards:{made}")
+
+
+def test_a_corrupt_shard_is_found_by_its_hash_on_demand(made: Path, lines: Path) -> None:
+    path = made / "train-00001.bin"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    assert load(f"shards:{made}")
+    for check in (lambda: verify(made), lambda: tokenize(Origin(data=f"jsonl:{lines}", held_out=0.15), made)):
+        with pytest.raises(ValueError, match=r"train-00001\.bin has changed since it was written: restore"):
+            check()
+
+
+def test_a_changed_tokenizer_or_a_damaged_index_is_named(made: Path) -> None:
+    (made / "tokenizer.json").write_text("x")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not the tokenizer that made the shards"):
+        load(f"shards:{made}")
+    (made / "index.json").write_text('{"format": 2}')
+    with pytest.raises(ValueError, match=r"index\.json is damaged"):
+        load(f"shards:{made}")
+    with pytest.raises(
+        ValueError, match=r"no tokenised corpus at .*; make one, .* phasewise tokenize DATA --out"
+    ):
+        load(f"shards:{made.parent}")
+
+
+def test_a_source_that_changed_since_is_named_in_the_middle_and_at_the_end(
+    lines: Path, tmp_path: Path
+) -> None:
+    origin = Origin(data=f"jsonl:{lines}", held_out=0.15)
+    tokenize(origin, tmp_path / "made")
+    with pytest.raises(Interrupted):
+        tokenize(origin, tmp_path / "begun", stop=stopping_after(1))
+    first = lines / "0.jsonl"
+    first.write_text(first.read_text().replace("the", "The", 1))
+    with pytest.raises(ValueError, match=r"has changed among its first \d+ documents; delete .*begun"):
+        tokenize(origin, tmp_path / "begun")
+    with pytest.raises(
+        ValueError, match=r"has changed since .*made was made; tokenise it into another folder"
+    ):
+        tokenize(origin, tmp_path / "made")
+    first.write_text(json.dumps({"text": "alone"}))
+    for path in (lines / "1.jsonl", lines / "2.jsonl"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"has 1 documents, \d+ before"):
+        tokenize(origin, tmp_path / "begun")
+
+
+def test_a_finished_folder_is_left_as_it_is_and_one_of_another_origin_is_refused(
+    made: Path, lines: Path
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in made.iterdir()}
+    tokenize(Origin(data=f"jsonl:{lines}", held_out=0.15), made)
+    assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
+    with pytest.raises(ValueError, match=r"was begun with held_out 0.15; go on with that, or choose another"):
+        tokenize(Origin(data=f"jsonl:{lines}"), made)
+    with pytest.raises(ValueError, match="holds other files; choose a new folder"):
+        tokenize(Origin(data=f"jsonl:{lines}", held_out=0.15), lines)
+
+
+def test_memory_is_refused_to_a_large_source_with_the_way_to_shards(
+    lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "LARGEST_IN_MEMORY", 5000)
+    with pytest.raises(
+        ValueError, match=r"run phasewise tokenize jsonl:.* --out FOLDER once and give shards:"
+    ):
+        load(f"jsonl:{lines}")
+
+
+def test_the_hash_of_a_corpus_in_shards_sees_its_tokens(lines: Path, tmp_path: Path) -> None:
+    hashes = set()
+    for number, origin in enumerate(
+        [
+            Origin(data=f"jsonl:{lines}", held_out=0.15),
+            Origin(data=f"jsonl:{lines}", held_out=0.15, seed=1),
+            Origin(data=f"jsonl:{lines}", held_out=0.15, tokenizer="bpe:270"),
+        ]
+    ):
+        tokenize(origin, tmp_path / str(number))
+        hashes.add(load(f"shards:{tmp_path / str(number)}").sha256)
+    assert len(hashes) == 3
