@@ -54,8 +54,8 @@ MODEL_CHECKS: dict[str, Callable[[Examined], Result]] = {
     "frozen phases": own.frozen,
     "phase argument": own.argument,
 }
-NEEDS = {"phases": {"rates": "the rates are not the config's"}}
-"""Checks that another one's finding makes meaningless, and why."""
+NEEDS_RATES = ("phases", "pairing")
+"""Checks that say nothing where the rates are not the config's."""
 
 
 @dataclass
@@ -363,21 +363,22 @@ def _wanted(model: Any) -> dict[int, Wanted]:
     }
 
 
+@torch.no_grad()
 def _of_model(examined: Examined, notes: _Notes, progress: Progress, stop: Callable[[], bool]) -> str | None:
     """The checks that need weights; what was left out when asked to stop."""
     bar = progress.add_task("checks of the weights", total=len(MODEL_CHECKS))
-    unusable: set[str] = set()
+    as_told = True
     for done, (name, check) in enumerate(MODEL_CHECKS.items()):
         if stop():
             left = list(MODEL_CHECKS)[done:]
             for other in left:
                 notes.skip(other, "interrupted")
             return f"interrupted before {', '.join(left)}"
-        blocked = next((why for other, why in NEEDS.get(name, {}).items() if other in unusable), None)
-        if blocked is not None:
-            notes.skip(name, blocked)
-        elif not notes.add(name, partial(check, examined)):
-            unusable.add(name)
+        if name in NEEDS_RATES and not as_told:
+            notes.skip(name, "the rates are not the config's")
+        else:
+            passed = notes.add(name, partial(check, examined))
+            as_told = passed if name == "rates" else as_told
         progress.advance(bar)
     return None
 

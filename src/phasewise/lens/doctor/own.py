@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phasewise.encodings import TAPA, PoPE
 from phasewise.lens.doctor.diagnosis import Finding, NotMade
 from phasewise.lens.doctor.examined import READ_TOKENS, Examined, Result
+from phasewise.lens.doctor.patient import OwnPatient
 from phasewise.model.reading import Layer
 
 FROZEN = 0.01
@@ -26,8 +27,7 @@ from 1 on its sign is chance."""
 
 def frozen(examined: Examined) -> Result:
     """Phases of PoPE that get no gradient, by the clamp that holds them."""
-    encodings = [read.layer.encoding for read in examined.read]
-    shares = [encoding.frozen_fraction() for encoding in encodings if isinstance(encoding, PoPE)]
+    shares = [encoding.frozen_fraction() for encoding in _encodings(examined) if isinstance(encoding, PoPE)]
     if not shares:
         raise NotMade("no layer is PoPE")
     share = sum(shares) / len(shares)
@@ -44,9 +44,10 @@ def frozen(examined: Examined) -> Result:
     return [found], ""
 
 
-@torch.no_grad()
 def argument(examined: Examined) -> Result:
     """How far rounding queries and keys moves the argument of TAPA's cosine at the length served."""
+    if not any(isinstance(encoding, TAPA) for encoding in _encodings(examined)):
+        raise NotMade("no layer is TAPA")
     half = examined.patient.dtype if examined.patient.dtype.itemsize < 4 else torch.bfloat16
     served = examined.patient.dtype.itemsize < 4
     moved: list[float] = []
@@ -58,7 +59,7 @@ def argument(examined: Examined) -> Result:
 
     examined.patient.reader.read(examined.patient.tokens(1, READ_TOKENS), sink)
     if not moved:
-        raise NotMade("no layer is TAPA")
+        raise NotMade("TAPA's phase is linear")
     worst, name = max(moved), str(half).removeprefix("torch.")
     if worst <= BLURRED:
         return [], f"{name} moves TAPA's argument by {worst:.1e} radians at {examined.length:,} tokens"
@@ -77,6 +78,11 @@ def argument(examined: Examined) -> Result:
         by_hand="precision is chosen when serving",
     )
     return [found], ""
+
+
+def _encodings(examined: Examined) -> list[nn.Module]:
+    patient = examined.patient
+    return [encoding for _, encoding in patient.encodings()] if isinstance(patient, OwnPatient) else []
 
 
 def _moved(encoding: TAPA, q: Tensor, k: Tensor, half: torch.dtype, length: int) -> float:

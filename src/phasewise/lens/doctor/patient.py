@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from phasewise.encodings import RoPE
 from phasewise.encodings.spectral import Spectral
 from phasewise.lens.doctor.diagnosis import NotMade
 from phasewise.model import Cache, Transformer
@@ -24,6 +25,9 @@ from phasewise.positions import PADDING, Positions
 
 if TYPE_CHECKING:
     from phasewise.hf.reading import HFReader
+
+
+FLOAT32 = 1e-6
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,8 @@ class OwnPatient(Patient):
         for layer, encoding in self.encodings():
             if isinstance(encoding, Spectral) and encoding.axes == 1:
                 phase = encoding.phases(at, encoding.frequencies.at(length, encoding.channels))
-                found.append(Turned(layer, phase[0].double().cpu(), 1e-6, None))
+                half_split = True if isinstance(encoding, RoPE) else None
+                found.append(Turned(layer, phase[0].double().cpu(), FLOAT32, half_split))
         return found
 
     def encodings(self) -> list[tuple[int, nn.Module]]:

@@ -14,7 +14,7 @@ from phasewise.frequencies import Frequencies, Geometric, Proportional, YaRN
 from phasewise.lens.doctor.config import FALLBACK
 from phasewise.lens.doctor.diagnosis import Finding, NotMade, Severity
 from phasewise.lens.doctor.examined import READ_TOKENS, Examined, Read, Result, Wanted, rounding
-from phasewise.lens.doctor.patient import Turned
+from phasewise.lens.doctor.patient import OwnPatient, Turned
 
 RATE = 1e-4
 """Relative. Rates read from float32 cosines at 64 places agree to about 1e-6, from half precision to twice its
@@ -90,6 +90,8 @@ def buffers(examined: Examined) -> Result:
 def rates(examined: Examined) -> Result:
     """Rates and factor of every layer against the config's, at the first places."""
     wanted = examined.rules()
+    if isinstance(examined.patient, OwnPatient):
+        raise NotMade("they are computed from the config at every call")
     try:
         layers = examined.read
     except ValidationError as error:
@@ -238,7 +240,7 @@ def pairing(examined: Examined) -> Result:
     used, other = [], []
     for read in examined.turning:
         half_split, n = sides.get(read.layer.index), _pairs(read)
-        if half_split is None or n < 4:
+        if half_split is None or n < 2:
             continue
         energy = read.energy[: 2 * n].clamp(min=1e-30).log()
         used.append(_spread(energy[:n], energy[n:]))
