@@ -231,9 +231,9 @@ class Addition(Suite):
         """More padding: fields `scale` times as long for the same numbers."""
         return replace(self, block=round(scale * self.block))
 
-    def spaced(self, spacing: int) -> Addition:
-        """More padding, evenly: every token takes `spacing` times as many places."""
-        return replace(self, spacing=spacing * self.spacing)
+    def spaced(self, scale: float) -> Addition:
+        """More padding, evenly: every token takes `scale` times as many places."""
+        return replace(self, spacing=round(scale * self.spacing))
 
     def rows(self, random: Tensor) -> tuple[Tensor, Tensor]:
         assert random.shape[1] == self.length
