@@ -95,7 +95,10 @@ def _formed(
         return rule, None, ()
     if kind == "own scaling stretched":
         if isinstance(rule, Linear | YaRN | Llama3):
-            factor = rule.factor * stretch
+            original = rule.original_length if isinstance(rule, YaRN | Llama3) else wanted
+            factor = max(
+                rule.factor * stretch, wanted / original
+            )  # rounding must not fall short of the ratio
             said = f"factor {factor:g}: its own {rule.factor:g} times {wanted} / {trained}"
             return rule.model_copy(update={"factor": factor}), None, (said,)
         return None, "the checkpoint has no static scaling of its own", ()

@@ -2,7 +2,8 @@
 
 vLLM: --hf-overrides with rope_parameters (its documentation, "Context extension"). It counts a linear factor
 from max_position_embeddings, so that is left as it is there (a factor counted twice serves 8192 tokens for
-2048 x 2). Its longrope takes the attention factor as short_mscale and long_mscale.
+2048 x 2), and yarn's from the original length; for other rules max_position_embeddings is what it serves. Its
+longrope takes the attention factor as short_mscale and long_mscale.
 llama.cpp: flags of llama-server and llama-cli. Its yarn multiplies the attention factor by 0.1 ln(factor) + 1
 itself. It has no flag for a list of rates: llama3's factors are written into a file when a config with them is
 converted, those of longrope for the architectures that have it.
@@ -30,7 +31,9 @@ from phasewise.frequencies_hf import RopeSettings, to_hf
 from phasewise.hf.settings import listed
 from phasewise.lens.spectrum import Values
 
-NO_LIST = "no flag: a list of rates is read from the file alone, where the converter has written one for this architecture"
+NO_LIST = (
+    "no flag: lists of rates are read from the file, where its converter has written one for the architecture"
+)
 
 
 class Settings(Values):
@@ -68,10 +71,6 @@ def settings(
         written = listed(written, original_length=trained)
     config = to_hf(RopeSettings(frequencies=written, fraction=fraction), head_dim=head_dim)
     longest = {} if isinstance(written, DynamicNTK) else {"max_position_embeddings": wanted}
-    if isinstance(written, YaRN | LongRoPE) and wanted > written.original_length * (
-        written.factor or math.inf
-    ):
-        longest = {}
     if isinstance(written, YaRN | LongRoPE):
         notes["short inputs"] = "static: also inputs that fit the trained length are served with these rates"
     vllm, refused = _vllm(config, written, wanted)
@@ -85,13 +84,21 @@ def settings(
     )
 
 
+def own_settings(rule: AnyFrequencies) -> Settings:
+    """For a model of this library, which no other engine serves."""
+    said = (
+        "a model of this library: give its encoding these frequencies, or continue it with `phasewise extend`"
+    )
+    return Settings(transformers=None, vllm=None, llama_cpp=None, phasewise=rule, notes={"engines": said})
+
+
 def _vllm(config: dict[str, object], rule: AnyFrequencies, wanted: int) -> tuple[str | None, str | None]:
     if isinstance(rule, Proportional):
         return None, "vLLM has no rule named proportional"
     parameters = config["rope_parameters"]
     assert isinstance(parameters, dict)
     overrides: dict[str, object] = {"rope_parameters": parameters}
-    if isinstance(rule, Geometric):
+    if isinstance(rule, Geometric | NTK | Llama3):
         overrides["max_position_embeddings"] = wanted
     if isinstance(rule, LongRoPE):
         factor = rule.attention_factor(len(rule.long_factor), length=wanted)
