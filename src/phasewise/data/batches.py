@@ -1,6 +1,6 @@
 """From documents to rows of a model: random batches to train on, and windows that tile a split to evaluate.
 
-Letters: B rows, T tokens in a row. A row never holds tokens of two documents.
+Letters: B rows, T tokens in a row. A segment never holds tokens of two documents, nor a row unless packed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phasewise.data.corpus import Corpus
+from phasewise.data.packing import pack
 from phasewise.positions import Positions
 
 NOT_SCORED = -100
@@ -26,7 +27,7 @@ class Batch:
     tokens: int64 [B, T].
     targets: int64 [B, T], the token after each place; -100 where none is scored.
     positions: None when every row is T tokens of one document; otherwise rows are padded on the right,
-        padding in segment -1.
+        padding in segment -1, or packed, each document in a segment of its own.
     """
 
     tokens: Tensor
@@ -44,7 +45,16 @@ class Batch:
         return Batch(self.tokens.to(device), self.targets.to(device), positions)
 
 
-def batch(corpus: Corpus, split: str, *, step: int, context: int, batch_size: int, seed: int) -> Batch:
+def batch(
+    corpus: Corpus,
+    split: str,
+    *,
+    step: int,
+    context: int,
+    batch_size: int,
+    seed: int,
+    packed: bool = False,
+) -> Batch:
     """The batch of training step `step`: a pure function of its arguments, so resuming needs no saved state.
 
     A row is `context` consecutive tokens of one document (a document of no more than `context` + 1 tokens
@@ -52,9 +62,11 @@ def batch(corpus: Corpus, split: str, *, step: int, context: int, batch_size: in
     rows they hold, so that every token is scored about equally often. A task draws whole examples uniformly.
 
     context: tokens a row, a task's `row_length` for a task.
+    packed: fill each row with several documents, in segments of their own whose positions start at 0: whole
+        where they fit, in pieces where not. No padding, and no document needs to fill a row.
     Returns tokens and targets [batch_size, context].
-    Raises ValueError for sizes below 1, a negative step or seed, an unknown split, and a context that no
-    document of the split fills.
+    Raises ValueError for sizes below 1, a negative step or seed, an unknown split, packed rows of a task,
+    and, unpacked, a context that no document of the split fills.
 
     >>> from phasewise.data import load
     >>> first = batch(load("austen"), "train", step=0, context=64, batch_size=4, seed=0)
@@ -67,15 +79,21 @@ def batch(corpus: Corpus, split: str, *, step: int, context: int, batch_size: in
         raise ValueError(f"step and seed count from 0, but are {step} and {seed}")
     random = np.random.default_rng([seed, step, list(corpus.splits).index(split)])
     if corpus.task is not None:
+        if packed:
+            raise ValueError(f"{corpus.name} has whole examples of one answer each; leave packed out")
         _require_row_length(corpus, context)
         examples = documents.take(random.integers(len(documents), size=batch_size))
         return _stack([_example(example, corpus.task.answer_length) for example in examples], context)
 
-    targets = documents.lengths - 1
-    _require_fits(corpus, split, context, int(targets.max()))
-    weights = np.where(targets > 0, np.maximum(1.0, targets / context), 0.0).cumsum()
+    weights = documents.cumulative_rows(context)
+    if packed:
+        if not weights[-1]:
+            raise ValueError(f"no document in the {split} split of {corpus.name} has two tokens")
+        return Batch(*pack(documents, random, context=context, rows=batch_size))
+    _require_fits(corpus, split, context, documents.longest - 1)
     chosen = np.searchsorted(weights, random.random(batch_size) * weights[-1], side="right")
-    starts = random.integers(np.maximum(1, targets[chosen] - context + 1))
+    targets = documents.lengths[chosen] - 1
+    starts = random.integers(np.maximum(1, targets - context + 1))
     rows = []
     for document, start in zip(documents.take(chosen), starts.tolist(), strict=True):
         piece = document[start : start + context + 1]

@@ -30,6 +30,23 @@ class Split(Sequence[np.ndarray]):
     def take(self, indices: np.ndarray) -> list[np.ndarray]:
         """The documents at `indices`, int64 [n]."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest document."""
+        return int(self.lengths.max())
+
+    def cumulative_rows(self, context: int) -> np.ndarray:
+        """Rows of `context` targets that the documents hold, running sum, float64 [documents].
+
+        A shorter document counts as one row, one without targets as none. Kept for the context last asked for.
+        """
+        known: tuple[int, np.ndarray] | None = self.__dict__.get("_cumulative_rows")
+        if known is None or known[0] != context:
+            targets = self.lengths - 1
+            rows = np.where(targets > 0, np.maximum(1.0, targets / context), 0.0).cumsum()
+            known = self.__dict__["_cumulative_rows"] = (context, rows)
+        return known[1]
+
     @overload
     def __getitem__(self, index: int) -> np.ndarray: ...
     @overload
