@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -20,19 +19,20 @@ from phasewise.evaluate import Measurement, measure
 from phasewise.frequencies import Geometric
 from phasewise.interrupt import Interrupted, interruptible
 from phasewise.model import Transformer, rescaled
-from phasewise.model.folder import require_safetensors, save
+from phasewise.model.folder import require_safetensors
 from phasewise.record import record, replacing
 from phasewise.train.folder import (
     EVALUATION,
     REPORT,
     Begun,
-    Unwritten,
     begin,
     held,
     read,
     read_begun,
     require_free,
+    writing,
 )
+from phasewise.train.kept import keep
 from phasewise.train.loop import Diverged, cpu_threads, train
 from phasewise.train.recipe import SCALINGS, CompareRecipe, TrainRecipe
 from phasewise.train.report import Comparison, CorpusFacts, Report, Row, Run, draw, require_matplotlib
@@ -117,7 +117,7 @@ def _finish(prepared: _Prepared, out: Path, *, figure: bool, console: Console | 
     recipe, corpus = prepared.recipe, prepared.corpus
     rows: list[Row] = []
     progress = _progress(console or Console(quiet=True))
-    with _writing(out), cpu_threads(recipe.threads), interruptible() as stop, progress:
+    with writing(out), cpu_threads(recipe.threads), interruptible() as stop, progress:
         sitting = _Sitting(recipe, corpus, prepared.plan, prepared.device, stop, progress)
         for (encoding, seed), training in prepared.trainings.items():
             try:
@@ -150,7 +150,7 @@ def _finished(out: Path, *, figure: bool) -> Comparison:
     remedy = "delete it to have it made again from the evaluations"
     comparison = read(out / REPORT, TypeAdapter(Report), "a report of compare", remedy).values
     if figure and not all((out / name).exists() for name in FIGURES):
-        with _writing(out):
+        with writing(out):
             _draw(comparison, out)
     return comparison
 
@@ -158,14 +158,6 @@ def _finished(out: Path, *, figure: bool) -> Comparison:
 def _draw(comparison: Comparison, out: Path) -> None:
     for name in FIGURES:
         draw(comparison, out / name)
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, require_safetensors().SafetensorError) as error:
-        raise Unwritten(f"{out} cannot be written to ({error})") from error
 
 
 def _same_recipe(out: Path, begun: CompareRecipe, recipe: CompareRecipe) -> None:
@@ -224,7 +216,7 @@ class _Sitting:
             self.progress.update(bar, completed=steps, note=f"loss {loss:.3f}")
 
         trained = train(training, self.corpus, folder, device=self.device, on_step=on_step, stop=self.stop)
-        save(trained.model, folder / "model")
+        keep(trained.model, folder / "model", training, self.corpus)
         pope = [module for module in trained.model.modules() if isinstance(module, PoPE)]
         frozen = math.fsum(module.frozen_fraction() for module in pope) / len(pope) if pope else None
         beyond = self.plan[-1].length > training.context

@@ -22,8 +22,9 @@ from phasewise.model.history import Stage, read_history, write_history
 from phasewise.record import record, replacing
 from phasewise.train.continuation import MODEL, Begun, Continuation, ExtendRecipe, model_folder, read_begun
 from phasewise.train.extension import Continued, Extension, Measured, Report, draw
-from phasewise.train.folder import REPORT, begin, held, read, require_free
+from phasewise.train.folder import REPORT, begin, held, read, require_free, writing
 from phasewise.train.initial import Initial
+from phasewise.train.kept import keep
 from phasewise.train.loop import Diverged, cpu_threads, train
 from phasewise.train.recipe import TrainRecipe
 from phasewise.train.report import CorpusFacts, require_matplotlib
@@ -54,7 +55,7 @@ def extend(
 
     Raises ValueError before anything is written for a folder that holds something else, a checkpoint that is
     no whole model or does not say its length, a length not above it, a rule that does not start from its
-    rates, and lengths beyond the corpus.
+    rates, and lengths beyond the corpus; Unwritten when something cannot be written, as on a full disk.
     """
     on_disk.require_safetensors()
     if figure:
@@ -168,7 +169,7 @@ class _Work:
         """Do what is left to do."""
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
         progress = Progress(*columns, console=console or Console(quiet=True), transient=True)
-        with cpu_threads(self.recipe.threads), interruptible() as stop, progress:
+        with writing(self.out), cpu_threads(self.recipe.threads), interruptible() as stop, progress:
             bar = progress.add_task("extend", total=sum(self.recipe.steps) or None, note="")
             sitting = _Sitting(self, stop, progress, bar)
             rows = [sitting.measured("before", lambda: self.model)]
@@ -244,24 +245,23 @@ class _Sitting:
     def continued(self) -> tuple[Continued, ...]:
         """Every length of the schedule, one after another; what an earlier sitting finished is read."""
         work, done, stages = self.work, 0, []
-        model, initial, history = work.model, work.begun.initial, work.history
+        model, initial = work.model, work.begun.initial
         for length, steps in zip(work.recipe.length, work.recipe.steps, strict=True):
             folder = work.out / "stages" / str(length)
             to = work.out / MODEL if length == work.recipe.length[-1] else folder / MODEL
             if not (folder / STAGE).exists():
-                self._continue(model, initial, history, folder, to, length, steps, done)
+                self._continue(model, initial, folder, to, length, steps, done)
             remedy = f"delete {folder} to have it trained again"
             stages.append(read(folder / STAGE, TypeAdapter(Continued), "a stage of extend", remedy))
             done += steps
             self.progress.update(self.bar, completed=done)
-            model, initial, history = on_disk.load(to, device=work.device), Initial.of(to), read_history(to)
+            model, initial = on_disk.load(to, device=work.device), Initial.of(to)
         return tuple(stages)
 
     def _continue(
         self,
         model: Transformer,
         initial: Initial,
-        history: tuple[Stage, ...],
         folder: Path,
         to: Path,
         length: int,
@@ -282,19 +282,11 @@ class _Sitting:
                 trained = train(training, corpus, folder, device=work.device, on_step=on_step, stop=self.stop)
             except (Interrupted, Diverged) as error:
                 raise type(error)(f"length {length}: {error}") from error
-            model, loss, seconds = trained.model, trained.loss, trained.seconds
-            history = (
-                *history,
-                Stage(
-                    length=length,
-                    tokens=training.trained_tokens,
-                    corpus=corpus.name,
-                    corpus_sha256=corpus.sha256,
-                    encoding=model.config.encoding,
-                ),
-            )
-        on_disk.save(model, to)
-        write_history(to, history)
+            loss, seconds = trained.loss, trained.seconds
+            keep(trained.model, to, training, corpus)
+        else:
+            on_disk.save(model, to)
+            write_history(to, work.history)
         stage = Continued(
             length=length,
             steps=steps,

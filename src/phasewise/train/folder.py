@@ -8,6 +8,7 @@ from typing import IO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from phasewise.model.folder import require_safetensors
 from phasewise.train.recipe import CompareRecipe
 
 Value = TypeVar("Value")
@@ -76,6 +77,15 @@ def held(out: Path) -> Iterator[None]:
         with _writable(out):
             _lock(file, out)
         yield
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """What the disk refuses within the block comes out as Unwritten."""
+    try:
+        yield
+    except (OSError, require_safetensors().SafetensorError) as error:
+        raise Unwritten(f"{out} cannot be written to ({error})") from error
 
 
 @contextmanager

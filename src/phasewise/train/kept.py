@@ -1,0 +1,26 @@
+"""A trained model on disk, with what it was trained at."""
+
+from pathlib import Path
+
+from phasewise.data import Corpus
+from phasewise.model import Transformer
+from phasewise.model.folder import save
+from phasewise.model.history import Stage, read_history, write_history
+from phasewise.train.recipe import TrainRecipe
+
+
+def keep(model: Transformer, folder: Path, recipe: TrainRecipe, corpus: Corpus) -> None:
+    """Write a model that `recipe` has trained on `corpus`; its history goes on from that of its first weights.
+
+    Raises ValueError where `phasewise.model.folder.save` would.
+    """
+    earlier = () if recipe.initial is None else read_history(recipe.initial.folder)
+    stage = Stage(
+        length=recipe.context,
+        tokens=recipe.trained_tokens,
+        corpus=corpus.name,
+        corpus_sha256=corpus.sha256,
+        encoding=recipe.model.encoding,
+    )
+    save(model, folder)
+    write_history(folder, (*earlier, stage))
