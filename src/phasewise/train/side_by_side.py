@@ -1,0 +1,338 @@
+"""Small models side by side on one GPU: each one's whole training step is a CUDA graph on a stream of its own.
+
+A small model's kernels end sooner than the next are launched, and some fill a part of the device. A captured
+step costs one launch, and the steps of several models overlap. Within a block of steps nothing is read from the
+device: losses, and a loss that is no longer a number, are seen at the block's end.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from phasewise.data import NOT_SCORED, Batch, Corpus, batch
+from phasewise.interrupt import Interrupted
+from phasewise.model import Transformer
+from phasewise.train.checkpoint import Checkpoint, save
+from phasewise.train.loop import Diverged, Trained, _restore, cpu_threads
+from phasewise.train.metrics import cut, losses_until
+from phasewise.train.optimizer import learning_rate
+from phasewise.train.processes import Processes
+from phasewise.train.recipe import TrainRecipe
+from phasewise.train.short import ShortRows, obstacle
+from phasewise.train.trainer import Trainer
+
+WARM_UP = 3
+COLUMNS = 16
+
+Inputs = tuple[Tensor, ...]
+Draw = tuple[int, int, int]
+"""What decides a recipe's batches: seed, rows and context."""
+
+
+def train_side_by_side(
+    recipes: Mapping[str, TrainRecipe],
+    corpus: Corpus,
+    folder: Path,
+    *,
+    device: torch.device,
+    block: int = 100,
+    on_block: Callable[[int, Mapping[str, Transformer]], None] = lambda _steps, _models: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Trained]:
+    """Train a model by each recipe, one step of each in turn.
+
+    Each model's batches, learning rates, dropout and losses are those it has alone, to the last digit on one
+    device; they are the steps of `phasewise.train.loop.train`, from the same batches. Writes metrics.jsonl and
+    checkpoints into FOLDER/NAME at the ends of blocks, and goes on from the furthest ones.
+    `on_block(steps_done, models)` is told after each block, its losses being numbers; when `stop()` then says
+    so, checkpoints are written and Interrupted is raised. The caller's random state is left as it was.
+
+    device: on CUDA steps are captured; elsewhere the same steps are taken one operation after another.
+    block: steps between two looks at the losses; every recipe's checkpoint_every must be a multiple.
+    Rows are padded on the right alone, where a causal model does not see it; columns that no row of the corpus
+    fills are left out, and tasks with short rows are served by `phasewise.train.short`.
+
+    Raises ValueError for recipes that a captured step cannot serve or that differ in their steps, and for
+    folders that do not continue them; Diverged, with model and step, when a loss is no longer a number (the
+    checkpoints stay).
+    """
+    _check(recipes, block)
+    steps = next(iter(recipes.values())).steps
+    with ExitStack() as stack:
+        stack.enter_context(cpu_threads(max(recipe.threads for recipe in recipes.values())))
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        lanes = {name: Lane(recipe, corpus, folder / name, device) for name, recipe in recipes.items()}
+        done, *others = sorted({lane.done for lane in lanes.values()})
+        if others:
+            raise ValueError(
+                f"the models in {folder} have taken {[done, *others]} steps: train the later ones apart"
+            )
+        models = {name: lane.trainer.model for name, lane in lanes.items()}
+        for end, drawn in stack.enter_context(_blocks(recipes, corpus, range(done, steps, block), steps)):
+            started = perf_counter()
+            for lane in lanes.values():
+                lane.fill(drawn[_draw(lane.recipe)])
+            for _ in range(len(next(iter(drawn.values())))):
+                for lane in lanes.values():
+                    lane.advance()
+            for name, lane in lanes.items():
+                lane.note(name, end, started)
+            on_block(end, models)
+            stopping = stop() and end < steps
+            for lane in lanes.values():
+                lane.trainer.model.train()
+                if stopping or end == steps or end % lane.recipe.checkpoint_every == 0:
+                    lane.save(corpus)
+            if stopping:
+                raise Interrupted(f"step {end} of {steps}")
+        return {name: lane.trained() for name, lane in lanes.items()}
+
+
+class Padded:
+    """Loss and step of any model on padded rows, as the ordinary loop takes them."""
+
+    def __init__(self, trainer: Trainer, corpus: Corpus) -> None:
+        self.trainer = trainer
+        longest = int(corpus.split("train").lengths.max()) - 1
+        self.columns = min(trainer.recipe.context, math.ceil(longest / COLUMNS) * COLUMNS)
+
+    def stack(self, drawn: Sequence[Batch]) -> Inputs:
+        """Batches as `loss` takes one: tokens and targets [steps, rows, columns]."""
+        return tuple(
+            torch.stack([getattr(batch, name)[:, : self.columns] for batch in drawn])
+            for name in ("tokens", "targets")
+        )
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of one batch."""
+        return self.trainer.objective(tokens, targets, None, (targets != NOT_SCORED).sum().float())
+
+    def update(self, _rate: Tensor) -> Tensor:
+        """Take the optimizer's step; give the gradient's norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.trainer.model.parameters(), self.trainer.recipe.clip)
+        self.trainer.optimizer.step()
+        self.trainer.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+
+class Lane:
+    """One model's training: what a step reads and changes lies at fixed addresses of the device."""
+
+    def __init__(self, recipe: TrainRecipe, corpus: Corpus, folder: Path, device: torch.device) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.recipe, self.folder, self.device = recipe, folder, device
+        self.trainer = Trainer(recipe, Processes(rank=0, size=1, device=device))
+        _put_on_device(self.trainer.optimizer, device)
+        self.random = _OnCuda(device) if device.type == "cuda" else _OnCpu()
+        with self.random:
+            self.done, self.seconds = _restore(self.trainer, corpus, folder)
+        self.losses = losses_until(folder / "metrics.jsonl", self.done)
+        cut(folder / "metrics.jsonl", self.done)
+        short = obstacle(recipe, corpus, device) is None
+        self.task = (
+            ShortRows(self.trainer.model, self.trainer.optimizer, recipe, corpus)
+            if short
+            else Padded(self.trainer, corpus)
+        )
+        self.place = torch.zeros(1, dtype=torch.int64, device=device)
+        self.inputs: Inputs = ()
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def fill(self, drawn: Sequence[Batch]) -> None:
+        """Give the lane the batches of its next steps."""
+        block = self.task.stack(drawn)
+        rates = torch.tensor([learning_rate(self.recipe, self.done + number) for number in range(len(drawn))])
+        if not self.inputs:
+            self.inputs = tuple(x.to(self.device) for x in (*block, rates))
+            self.metrics = torch.zeros(len(drawn), 2, device=self.device)
+            if self.device.type == "cuda":
+                self._capture()
+        for mine, given in zip(self.inputs, (*block, rates), strict=True):
+            mine[: len(drawn)].copy_(given)
+        self.place.zero_()
+        self.count = len(drawn)
+        if self.graph is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+
+    def advance(self) -> None:
+        """One training step."""
+        if self.graph is None:
+            with self.random:
+                self._step()
+        else:
+            with torch.cuda.stream(self.stream):
+                self.graph.replay()
+
+    def note(self, name: str, end: int, started: float) -> None:
+        """Read a block's losses and gradient norms, and write them down."""
+        if self.graph is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        values = self.metrics[: self.count].tolist()
+        self.seconds += perf_counter() - started
+        lines = []
+        for step, (loss, norm) in enumerate(values, start=self.done):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise Diverged(
+                    f"{name}: training diverged at step {step + 1}: loss {loss}, gradient norm {norm}. "
+                    "Lower the learning rate or lengthen the warm-up"
+                )
+            rate = learning_rate(self.recipe, step)
+            record = {"step": step + 1, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
+            lines.append(json.dumps(record) + "\n")
+        with (self.folder / "metrics.jsonl").open("a") as metrics:
+            metrics.writelines(lines)
+            metrics.flush()
+            os.fsync(metrics.fileno())
+        self.losses += [loss for loss, _ in values]
+        self.done = end
+
+    def save(self, corpus: Corpus) -> None:
+        """Write a checkpoint."""
+        with self.random:
+            state = self.trainer.state()
+        recipe = self.recipe.model_dump(mode="json")
+        checkpoint = Checkpoint(self.done, self.seconds, recipe, corpus.sha256, state)
+        save(self.folder, checkpoint)
+
+    def trained(self) -> Trained:
+        tail = self.losses[-max(self.recipe.steps // 10, 1) :]
+        return Trained(self.trainer.whole(), math.fsum(tail) / len(tail), self.seconds)
+
+    def _step(self) -> None:
+        *batch, rate = (x.index_select(0, self.place)[0] for x in self.inputs)
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"].copy_(rate)
+        loss = self.task.loss(*batch)
+        loss.backward()
+        norm = self.task.update(rate)
+        self.metrics.index_copy_(0, self.place, torch.stack([loss.detach(), norm])[None])
+        self.place += 1
+
+    def _capture(self) -> None:
+        """Record a step; what the steps before it, which load and choose kernels, changed is put back."""
+        held = [tensor.detach().clone() for tensor in self._changed()]
+        self.stream = torch.cuda.Stream(self.device)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with self.random, torch.cuda.stream(self.stream):
+            random = torch.cuda.get_rng_state(self.device)
+            for _ in range(WARM_UP):
+                self._step()
+            with torch.no_grad():
+                for tensor, before in zip(self._changed(), held, strict=True):
+                    tensor.copy_(before)
+            torch.cuda.set_rng_state(random, self.device)
+        torch.cuda.synchronize(self.device)
+        self.graph = torch.cuda.CUDAGraph()
+        with self.random, torch.cuda.graph(self.graph, stream=self.stream):
+            self._step()
+
+    def _changed(self) -> list[Tensor]:
+        optimizer = self.trainer.optimizer
+        moments = [moment for state in optimizer.state.values() for moment in state.values()]
+        copies = [copy for _, copy in self.task.pairs] if isinstance(self.task, ShortRows) else []
+        return [*self.trainer.model.parameters(), *copies, *moments, self.place, self.metrics]
+
+
+class _OnCpu:
+    """A lane's own state of torch's random generator, in use within `with`."""
+
+    def __init__(self) -> None:
+        self.state = torch.get_rng_state()
+
+    def __enter__(self) -> None:
+        self.others = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+
+    def __exit__(self, *_: object) -> None:
+        self.state = torch.get_rng_state()
+        torch.set_rng_state(self.others)
+
+
+class _OnCuda:
+    """The same on a GPU. Graphs read the state where it lies, so lanes on streams of their own need one each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.default = torch.cuda.default_generators[device.index or 0]
+        self.own = torch.Generator(device).manual_seed(self.default.initial_seed())
+
+    def __enter__(self) -> None:
+        self.others = self.default.graphsafe_get_state()
+        self.default.graphsafe_set_state(self.own)
+
+    def __exit__(self, *_: object) -> None:
+        self.default.graphsafe_set_state(self.others)
+
+
+@contextmanager
+def _blocks(
+    recipes: Mapping[str, TrainRecipe], corpus: Corpus, starts: range, steps: int
+) -> Iterator[Iterator[tuple[int, dict[Draw, list[Batch]]]]]:
+    """Each block's end and batches, made while the device works on the one before."""
+    draws = sorted({_draw(recipe) for recipe in recipes.values()})
+
+    def make(start: int) -> tuple[int, dict[Draw, list[Batch]]]:
+        end = min(start + starts.step, steps)
+        return end, {draw: [_batch(corpus, draw, step) for step in range(start, end)] for draw in draws}
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as pool:
+
+        def made() -> Iterator[tuple[int, dict[Draw, list[Batch]]]]:
+            coming: Future | None = pool.submit(make, starts[0]) if starts else None
+            for start in starts:
+                assert coming is not None
+                ready = coming.result()
+                coming = pool.submit(make, start + starts.step)
+                yield ready
+
+        yield made()
+
+
+def _draw(recipe: TrainRecipe) -> Draw:
+    return recipe.seed, recipe.batch_size, recipe.context
+
+
+def _batch(corpus: Corpus, draw: Draw, step: int) -> Batch:
+    seed, rows, context = draw
+    return batch(corpus, "train", step=step, context=context, batch_size=rows, seed=seed)
+
+
+def _put_on_device(optimizer: torch.optim.AdamW, device: torch.device) -> None:
+    """Give an optimizer its learning rate, steps and moments as tensors of the device, all zero."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros((), device=device)
+        group["capturable"] = device.type == "cuda"
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+def _check(recipes: Mapping[str, TrainRecipe], block: int) -> None:
+    if not recipes or block < 1:
+        raise ValueError(
+            f"give at least one recipe and a block of at least 1 step, not {len(recipes)} and {block}"
+        )
+    steps = {recipe.steps for recipe in recipes.values()}
+    if len(steps) > 1:
+        raise ValueError(f"side by side all models take one number of steps, not {sorted(steps)}")
+    for name, recipe in recipes.items():
+        if recipe.accumulate > 1 or recipe.sharding != "replicated" or recipe.evaluate_every is not None:
+            raise ValueError(
+                f"{name}: side by side a step takes its whole batch on one device and measures nothing; "
+                "leave out accumulate, sharding and evaluate_every"
+            )
+        if recipe.checkpoint_every % block:
+            raise ValueError(
+                f"{name}: checkpoints come at ends of blocks: checkpoint_every {recipe.checkpoint_every} "
+                f"is no multiple of {block}"
+            )

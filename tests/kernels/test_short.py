@@ -1,0 +1,66 @@
+"""Rows laid end to end against the reference on each row alone."""
+
+import pytest
+import torch
+
+from phasewise.encodings import PoPE, RoPE
+from phasewise.encodings.spectral import STANDARD
+from phasewise.kernels.short import LONGEST, short_rows
+from phasewise.positions import Positions
+from phasewise.reference import reference
+
+HEADS, WIDTH = 2, 32
+LENGTHS = (1, 5, 64, 33)
+NAMES = ("rope", "softplus", "relu", "identity")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def encoding(name):
+    torch.manual_seed(1)
+    if name == "rope":
+        return RoPE(head_dim=WIDTH).to(DEVICE)
+    return PoPE(num_heads=HEADS, head_dim=WIDTH, magnitude=name, phase_init="uniform").to(DEVICE)
+
+
+def expected(x, dout, lengths, encoding):
+    """Output and gradients of x and the phase, float64, each row alone."""
+    encoding = encoding.double()
+    x = x.double().requires_grad_()
+    outs = []
+    for row in x.split(list(lengths)):
+        q, k, v = row.unbind(1)
+        at = Positions.arange(len(row), device=x.device)
+        q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
+        outs.append(reference(q, k, v, encoding, q_at=at, k_at=at)[0][0].transpose(0, 1))
+    out = torch.cat(outs)
+    out.backward(dout.double())
+    return out.detach(), x.grad, [parameter.grad for parameter in encoding.parameters()]
+
+
+def found(x, dout, lengths, encoding, name):
+    at = Positions.arange(LONGEST, device=x.device)
+    angle = encoding.phases(at, STANDARD)[0]
+    length = torch.tensor([*lengths, 0], device=x.device)
+    start = length.cumsum(0) - length
+    x = x.clone().requires_grad_()
+    phase = next(encoding.parameters(), torch.empty(0, device=x.device))
+    out = short_rows(x, start, length, angle.cos(), angle.sin(), phase, name, WIDTH**-0.5)
+    out.backward(dout)
+    return out.detach(), x.grad, [parameter.grad for parameter in encoding.parameters()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_laid_end_to_end_attend_as_each_alone_with_every_gradient(name):
+    torch.manual_seed(0)
+    x = torch.randn(sum(LENGTHS), 3, HEADS, WIDTH, device=DEVICE)
+    dout = torch.randn(sum(LENGTHS), HEADS, WIDTH, device=DEVICE)
+    want = expected(x, dout, LENGTHS, encoding(name))
+    got = found(x, dout, LENGTHS, encoding(name), name)
+    for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
+        assert (a - b).abs().max() < 2e-5 * b.abs().max()
+
+
+def test_a_row_of_no_tokens_adds_nothing_to_the_gradient_of_the_phase():
+    torch.manual_seed(0)
+    x, dout = torch.randn(5, 3, HEADS, WIDTH, device=DEVICE), torch.ones(5, HEADS, WIDTH, device=DEVICE)
+    assert found(x, dout, (5,), encoding("softplus"), "softplus")[2][0].isfinite().all()
