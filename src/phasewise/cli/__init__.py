@@ -8,6 +8,8 @@ from phasewise.cli.advise import advise
 from phasewise.cli.bench import bench
 from phasewise.cli.compare import compare
 from phasewise.cli.doctor import doctor
+from phasewise.cli.evaluate import evaluate
+from phasewise.cli.extend import extend
 from phasewise.cli.inspect import inspect
 from phasewise.cli.profile import profile
 from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, leave, one_line
@@ -16,6 +18,8 @@ from phasewise.cli.tokenize import tokenize
 COMMANDS = {
     "bench": bench,
     "compare": compare,
+    "extend": extend,
+    "evaluate": evaluate,
     "profile": profile,
     "inspect": inspect,
     "advise": advise,

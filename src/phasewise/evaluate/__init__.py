@@ -2,6 +2,7 @@
 
 from phasewise.evaluate.loss import Measurement, PositionLoss, measure
 from phasewise.evaluate.retrieval import Needle, Retrieval, RetrievalCell, passkeys, retrieve
+from phasewise.evaluate.score import TaskScore
 
 __all__ = [
     "Measurement",
@@ -9,6 +10,7 @@ __all__ = [
     "PositionLoss",
     "Retrieval",
     "RetrievalCell",
+    "TaskScore",
     "measure",
     "passkeys",
     "retrieve",

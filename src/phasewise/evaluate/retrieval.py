@@ -124,12 +124,18 @@ def passkeys(
 
 @torch.no_grad()
 def retrieve(
-    model: nn.Module, needles: Sequence[Needle], *, device: torch.device, batch_size: int = 1
+    model: nn.Module,
+    needles: Sequence[Needle],
+    *,
+    device: torch.device,
+    batch_size: int = 1,
+    on_rows: Callable[[int], None] = lambda _rows: None,
 ) -> Retrieval:
     """Ask a model for every needle's answer, `batch_size` rows of one length at a time.
 
     A model is any `forward(tokens, at=None) -> logits [B, T, V]`; it reads the answer's own tokens before each
     next one, which finds the same exact answers as greedy decoding. It is put into evaluation mode.
+    on_rows: told how many rows each batch had.
 
     Raises ValueError when there is no needle.
     """
@@ -145,6 +151,7 @@ def retrieve(
             together = rows[start : start + batch_size]
             for needle, outcome in zip(together, _ask(model, together, device), strict=True):
                 outcomes.setdefault((length, needle.depth), []).append(outcome)
+            on_rows(len(together))
     return Retrieval(cells=tuple(_cell(*key, outcomes[key]) for key in sorted(outcomes)))
 
 

@@ -1,0 +1,121 @@
+"""lm-eval's tasks, on the documents of a hub or of local files, scored for a model of ours."""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from datasets import Dataset, DatasetDict
+from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from lm_eval import simple_evaluate
+from lm_eval.api import task as lm_eval_task
+from lm_eval.tasks import TaskManager
+
+from phasewise.evaluate.documents import local
+from phasewise.evaluate.harness import Harness
+from phasewise.evaluate.score import TaskScore
+
+UNFILTERED = ",none"
+SPLITS = ("train", "validation", "test")
+
+
+class Tasks:
+    """The tasks that lm-eval knows, found once (it takes seconds).
+
+    settings: what some tasks ask of their user, as RULER's `max_seq_lengths` and `tokenizer`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        with _quiet():
+            self._manager = TaskManager(metadata=settings)
+
+    def check(self, name: str) -> None:
+        """Raise ValueError for a task that lm-eval does not know, or local documents that cannot be read."""
+        self._asked(name, limit=1)
+
+    def run(self, model: Harness, name: str, *, limit: int | None = None) -> tuple[TaskScore, ...]:
+        """The scores of one task: a name that lm-eval knows, or NAME:PATH for documents in a local file.
+
+        limit: documents of each task. A group gives a score for each of its tasks, and last one of its own,
+        the mean over them. Raises ValueError as `check` does, and for data that cannot be had.
+        """
+        asked = self._asked(name, limit=limit)
+        run: Any = simple_evaluate
+        with _quiet():
+            try:
+                results = run(
+                    model,
+                    tasks=[asked],
+                    task_manager=self._manager,
+                    limit=limit,
+                    bootstrap_iters=0,
+                    log_samples=False,
+                    random_seed=None,
+                    numpy_random_seed=None,
+                    torch_random_seed=None,
+                )
+            except (ConnectionError, FileNotFoundError, ImportError, AssertionError) as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise ValueError(
+                    f"the data of task {name} cannot be had ({reason}): give a local file, as {name}:PATH"
+                ) from error
+        counts = results["n-samples"]
+        scores = [_score(task, results["results"][task], counts[task]["effective"]) for task in counts]
+        return (*scores, _mean(name.partition(":")[0], scores)) if len(scores) > 1 else tuple(scores)
+
+    def _asked(self, name: str, *, limit: int | None) -> Any:
+        """What lm-eval takes for a task: its name, or a group of the tasks whose documents are given."""
+        found = local(name)
+        wanted = [name.partition(":")[0], *(found.documents if found else ())]
+        for task in wanted:
+            if task not in self._manager.task_index:
+                raise ValueError(f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists those it has")
+        if found is None:
+            return name
+        members = []
+        for task, rows in found.documents.items():
+            splits = DatasetDict(dict.fromkeys(SPLITS, Dataset.from_list(rows[:limit])))
+            members.append({"task": task, "custom_dataset": lambda splits=splits, **_: splits})
+        return {"group": f"local {found.task}", "task": members}
+
+
+def _score(task: str, found: dict, examples: int) -> TaskScore:
+    """The metrics of lm-eval's "none" filter, which is every one of a task without filters.
+
+    RULER's tasks give -1 at lengths that were not asked for.
+    """
+    metrics = {
+        name.removesuffix(UNFILTERED): float(value)
+        for name, value in found.items()
+        if name.endswith(UNFILTERED) and "stderr" not in name and value != -1
+    }
+    return TaskScore(task=task, examples=examples, metrics=metrics)
+
+
+def _mean(group: str, scores: Sequence[TaskScore]) -> TaskScore:
+    shared = set.intersection(*(set(score.metrics) for score in scores))
+    means = {
+        name: math.fsum(score.metrics[name] for score in scores) / len(scores) for name in sorted(shared)
+    }
+    return TaskScore(task=group, examples=sum(score.examples for score in scores), metrics=means)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without lm-eval's log lines and bars, which would break through the caller's own bar."""
+    loggers = {name: logging.getLogger(name) for name in ("lm_eval", "huggingface_hub")}
+    levels = {name: logger.level for name, logger in loggers.items()}
+    bar, bars = lm_eval_task.tqdm, is_progress_bar_enabled()
+    for logger in loggers.values():
+        logger.setLevel(logging.ERROR)
+    setattr(lm_eval_task, "tqdm", lambda rows, **_: rows)  # noqa: B010
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        for name, logger in loggers.items():
+            logger.setLevel(levels[name])
+        setattr(lm_eval_task, "tqdm", bar)  # noqa: B010
+        if bars:
+            enable_progress_bar()

@@ -1,0 +1,235 @@
+"""An evaluation of which everything was checked that can be before anything is measured."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from phasewise.data import Corpus, Windows, load, windows
+from phasewise.evaluate import Needle, passkeys
+from phasewise.evaluate.prefixed import Prefixed
+from phasewise.hf.language_model import LanguageModel, open_language_model
+from phasewise.model.folder import CONFIG
+from phasewise.model.history import read_history
+from phasewise.train.evaluation_recipe import EvaluateRecipe
+from phasewise.train.evaluation_report import Checkpoint
+
+if TYPE_CHECKING:
+    from phasewise.evaluate.harness import Text
+    from phasewise.evaluate.tasks import Tasks
+
+TEXT = ("austen", "text", "jsonl", "parquet", "datasets")
+TOKENIZER = "tokenizer.json"
+UNUSED_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint that fits its corpora, with these and the windows to measure on each."""
+
+    facts: Checkpoint
+    corpora: tuple[Corpus, ...]
+    windows: tuple[tuple[Windows, ...], ...]
+
+    @property
+    def text(self) -> Corpus | None:
+        """The first corpus that is text, whose tokenizer is the checkpoint's."""
+        return next((corpus for corpus in self.corpora if corpus.encode is not None), None)
+
+
+class Plan:
+    """The checkpoints of a recipe, each found to fit what is to be measured.
+
+    Raises ValueError for a checkpoint that is not whole, one of another vocabulary than its tokenizer, lengths
+    beyond a corpus, needles or tasks without text, an unknown task, and missing packages.
+    """
+
+    def __init__(self, recipe: EvaluateRecipe, device: torch.device) -> None:
+        self.recipe, self.device = recipe, device
+        self._corpora: dict[tuple[str, str], Corpus] = {}
+        self._open: tuple[str, LanguageModel] | None = None
+        self.tasks = _tasks(recipe)
+        folders = [_folder(given) for given in recipe.checkpoints]
+        # Backwards, so that the first to be measured is the one that stays open.
+        subjects = [
+            self._subject(*both) for both in reversed(list(zip(_names(folders), folders, strict=True)))
+        ]
+        self.subjects = tuple(reversed(subjects))
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of each corpus's tokens, by its name."""
+        return {corpus.name: corpus.sha256 for corpus in self._corpora.values()}
+
+    def model(self, subject: Subject) -> nn.Module:
+        """The checkpoint, one at a time in memory, reading its prefix before every row."""
+        opened = self._opened(subject.facts.folder)
+        return Prefixed(opened, subject.facts.prefix) if subject.facts.prefix else opened
+
+    def needles(self, subject: Subject, count: int, length: int, *, examples: int) -> tuple[Needle, ...]:
+        """Passkeys of one length in the longest document of the first text corpus."""
+        corpus = _text_of(subject)
+        split = corpus.split(self.recipe.split)
+        assert corpus.encode is not None
+        return passkeys(
+            split[int(split.lengths.argmax())],
+            encode=lambda text: corpus.encode(text).tolist(),  # type: ignore[misc]
+            length=length,
+            depths=self.recipe.depths,
+            needles=count,
+            examples=examples,
+            seed=self.recipe.seed,
+        )
+
+    def text(self, subject: Subject) -> "Text":
+        """How the checkpoint's text becomes tokens and back, for tasks."""
+        from phasewise.evaluate.harness import Text
+
+        corpus = _text_of(subject)
+        encode: Callable = corpus.encode  # type: ignore[assignment]
+        stop = _config(Path(subject.facts.folder)).get("eos_token_id")
+        stop = stop if isinstance(stop, int) else None
+        newline = int(encode("\n")[-1])
+        start = subject.facts.prefix[-1] if subject.facts.prefix else newline if stop is None else stop
+        return Text(lambda text: encode(text).tolist(), corpus.decode, start=start, stop=stop)
+
+    def _opened(self, folder: str) -> LanguageModel:
+        if self._open is None or self._open[0] != folder:
+            self._open = None
+            self._open = folder, open_language_model(folder, dtype=self.recipe.dtype, device=self.device)
+        return self._open[1]
+
+    def _subject(self, name: str, folder: Path) -> Subject:
+        recipe, model = self.recipe, self._opened(str(folder))
+        tokenizer = recipe.tokenizer or _own_tokenizer(folder)
+        corpora = tuple(self._corpus(data, tokenizer) for data in recipe.data)
+        measured = tuple(_windows(recipe, corpus) for corpus in corpora)
+        for corpus, over in zip(corpora, measured, strict=True):
+            _require_vocabulary(name, model.config.vocab_size, corpus, over)
+        stages = read_history(folder)
+        facts = Checkpoint(
+            name=name,
+            folder=str(folder),
+            family=model.config.family,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            vocab_size=model.config.vocab_size,
+            dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+            trained_length=stages[-1].length if stages else model.config.trained_length,
+            tokenizer=tokenizer,
+            prefix=_prefix(tokenizer),
+        )
+        subject = Subject(facts, corpora, measured)
+        for length in recipe.lengths if recipe.needles else ():
+            self.needles(subject, max(recipe.needles), length, examples=1)
+        if recipe.tasks:
+            _text_of(subject)
+        return subject
+
+    def _corpus(self, data: str, tokenizer: str) -> Corpus:
+        of_text = tokenizer if data.partition(":")[0] in TEXT else "bytes"
+        if (data, of_text) not in self._corpora:
+            self._corpora[data, of_text] = load(data, tokenizer=of_text)
+        return self._corpora[data, of_text]
+
+
+def _tasks(recipe: EvaluateRecipe) -> "Tasks | None":
+    if not recipe.tasks:
+        return None
+    try:
+        from phasewise.evaluate.tasks import Tasks
+    except ModuleNotFoundError as error:
+        raise ValueError(f"tasks need {error.name}: pip install 'phasewise[eval]'") from error
+    tasks = Tasks(max_seq_lengths=list(recipe.lengths))
+    for name in recipe.tasks:
+        tasks.check(name)
+    return tasks
+
+
+def _folder(given: str) -> Path:
+    """The folder of a checkpoint; of a training run, the model in it."""
+    folder = Path(given).expanduser()
+    inner = folder / "model"
+    return inner if not (folder / CONFIG).exists() and (inner / CONFIG).exists() else folder
+
+
+def _names(folders: list[Path]) -> list[str]:
+    """Short names: the last part of each path that says something, or more of it where two would be equal."""
+    short = [folder.resolve() for folder in folders]
+    names = [path.parent.name if path.name == "model" else path.name for path in short]
+    return [
+        name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)
+    ]
+
+
+def _own_tokenizer(folder: Path) -> str:
+    own = folder / TOKENIZER
+    return str(own) if own.is_file() else "bytes"
+
+
+def _prefix(tokenizer: str) -> tuple[int, ...]:
+    """The token that a tokenizer.json puts before every text, if it does."""
+    if not Path(tokenizer).is_file():
+        return ()
+    from tokenizers import Tokenizer
+
+    return tuple(Tokenizer.from_file(tokenizer).encode("").ids[:1])
+
+
+def _config(folder: Path) -> dict:
+    path = folder / CONFIG
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _windows(recipe: EvaluateRecipe, corpus: Corpus) -> tuple[Windows, ...]:
+    """The windows of each length, all scoring the same tokens; of a task, its examples."""
+    if corpus.task is None and not recipe.lengths and not recipe.tasks:
+        raise ValueError(f"{corpus.name} can be measured at any length: give lengths, as 1024 2048 4096")
+    lengths = sorted(recipe.lengths) if corpus.task is None else [corpus.task.row_length]
+    if corpus.task is None and lengths and recipe.tokens < lengths[-1]:
+        raise ValueError(
+            f"{recipe.tokens} tokens do not fill one window of {lengths[-1]}: score more tokens, or ask for "
+            "shorter lengths"
+        )
+    return tuple(
+        windows(
+            corpus,
+            recipe.split,
+            length=length,
+            stride=None if corpus.task else min(length, recipe.stride or length // 2),
+            limit_tokens=recipe.tokens,
+            batch_size=max(1, recipe.batch_tokens // length),
+        )
+        for length in lengths
+    )
+
+
+def _require_vocabulary(name: str, vocab_size: int, corpus: Corpus, over: Sequence[Windows]) -> None:
+    """Raise ValueError unless the tokens are the checkpoint's own, as far as counts can tell."""
+    split = corpus.split(over[0].split) if over else ()
+    largest = (
+        max((int(split[number][: 1 + end].max()) for number, end in over[0].spans), default=0) if over else 0
+    )
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{corpus.name} has a token {largest}, but the checkpoint {name} knows {vocab_size} tokens: "
+            "give the tokenizer it was trained with"
+        )
+    # Vocabularies are padded to whole multiples, so a few more are no sign of another tokenizer.
+    if vocab_size >= 2 * corpus.vocab_size and vocab_size - corpus.vocab_size >= UNUSED_TOKENS:
+        raise ValueError(
+            f"the checkpoint {name} knows {vocab_size} tokens, but {corpus.name} has only "
+            f"{corpus.vocab_size}: give the tokenizer it was trained with"
+        )
+
+
+def _text_of(subject: Subject) -> Corpus:
+    if subject.text is None:
+        names = ", ".join(corpus.name for corpus in subject.corpora)
+        raise ValueError(
+            f"needles and tasks are text, but {names} is not: give a text corpus first, as austen"
+        )
+    return subject.text
