@@ -43,48 +43,54 @@ RELOAD = "build the model again from the corrected config, as `from_pretrained` 
 
 def buffers(examined: Examined) -> Result:
     """Buffers of rates: finite, not all zero, at least float32."""
-    found, names = [], []
-    for name, buffer in examined.patient.model.named_buffers():
-        if "inv_freq" not in name:
-            continue
-        names.append(name)
-        values = buffer.detach().float()
-        broken = not bool(values.isfinite().all()) or bool((values < 0).any()) or not bool(values.any())
-        if broken:
-            found.append(
-                Finding(
-                    check="buffers",
-                    severity="wrong",
-                    said=f"{name} holds no rates: it was never filled in, as after loading on the meta device",
-                    evidence={
-                        "not finite": int((~values.isfinite()).sum()),
-                        "below 0": int((values < 0).sum()),
-                        "zero": int((values == 0).sum()),
-                        "of": values.numel(),
-                    },
-                    remedy=RELOAD
-                    + "; after to_empty() fill rate buffers as the model's own constructor does",
-                    by_hand="a buffer is not in the config",
-                )
+    buffers = [
+        (name, values) for name, values in examined.patient.model.named_buffers() if "inv_freq" in name
+    ]
+    broken = [(name, values) for name, values in buffers if not _are_rates(values)]
+    cast = [(name, values) for name, values in buffers if values.dtype.itemsize < 4 and _are_rates(values)]
+    found = []
+    if broken:
+        name, values = broken[0]
+        found.append(
+            Finding(
+                check="buffers",
+                severity="wrong",
+                said=f"{name} holds no rates: it was never filled in, as after loading on the meta device",
+                evidence={
+                    "buffers": f"{len(broken)} of {len(buffers)}",
+                    "not finite": int((~values.isfinite()).sum()),
+                    "below 0": int((values < 0).sum()),
+                    "zero": int((values == 0).sum()),
+                    "of": values.numel(),
+                },
+                remedy=RELOAD + "; after to_empty() fill rate buffers as the model's own constructor does",
+                by_hand="a buffer is not in the config",
             )
-        elif buffer.dtype.itemsize < 4:
-            found.append(
-                Finding(
-                    check="buffers",
-                    severity="wrong",
-                    said=f"{name} was cast to {str(buffer.dtype).removeprefix('torch.')}",
-                    evidence={
-                        "rounding of a rate, relative": rounding(buffer.dtype) / 2,
-                        "radians off at the length": examined.length
-                        * values.max().item()
-                        * rounding(buffer.dtype)
-                        / 2,
-                    },
-                    remedy="load in that dtype (from_pretrained(dtype=...)) rather than cast afterwards",
-                    by_hand="a buffer is not in the config",
-                )
+        )
+    if cast:
+        name, values = cast[0]
+        off = rounding(values.dtype) / 2
+        found.append(
+            Finding(
+                check="buffers",
+                severity="wrong",
+                said=f"{name} was cast to {str(values.dtype).removeprefix('torch.')}",
+                evidence={
+                    "buffers": f"{len(cast)} of {len(buffers)}",
+                    "rounding of a rate, relative, at most": off,
+                    "tokens after which the fastest may be a radian off": round(
+                        1 / off / values.max().item()
+                    ),
+                },
+                remedy="load in that dtype (from_pretrained(dtype=...)) rather than cast afterwards",
+                by_hand="a buffer is not in the config",
             )
-    return found, f"{len(names)} buffers of rates, finite and in float32 or wider"
+        )
+    return found, f"{len(buffers)} buffers of rates, finite and in float32 or wider"
+
+
+def _are_rates(values: Tensor) -> bool:
+    return bool((values.isfinite() & (values >= 0)).all()) and bool(values.any())
 
 
 def rates(examined: Examined) -> Result:
