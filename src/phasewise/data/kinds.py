@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from phasewise.data.codec import Codec, defined_codec, text_codec
 from phasewise.data.documents import Source, text_source
+from phasewise.data.genome import genome_codec, genome_source
 
-KINDS = ("text", "jsonl", "parquet", "datasets")
+KINDS = ("text", "jsonl", "parquet", "datasets", "genome")
 
 
 class Origin(BaseModel):
@@ -18,9 +21,10 @@ class Origin(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     data: str
-    """text:PATH | jsonl:PATH | parquet:PATH | datasets:NAME (or NAME:CONFIG)."""
+    """text:PATH | jsonl:PATH | parquet:PATH | datasets:NAME (or NAME:CONFIG) | genome:PATH."""
     tokenizer: str = "bytes"
-    """bytes | gpt2 | bpe:SIZE (trained on the training split) | PATH of a tokenizer.json."""
+    """Of text: bytes | gpt2 | bpe:SIZE (trained on the training split) | PATH of a tokenizer.json.
+    Of genomes: bytes (a base a token) | kmers:K."""
     separator: str | None = None
     """Of text: what stands between documents inside a file; None: a file is a document."""
     field: str = "text"
@@ -40,14 +44,20 @@ def open_source(origin: Origin) -> Source:
     if origin.kind not in KINDS or not origin.data.partition(":")[2]:
         known = ", ".join(f"{kind}:{'NAME' if kind == 'datasets' else 'PATH'}" for kind in KINDS)
         raise ValueError(f"{origin.data!r} cannot be tokenised; give {known}")
+    if origin.kind == "genome":
+        return genome_source(Path(origin.data.partition(":")[2]).expanduser())
     return text_source(origin.data, separator=origin.separator, field=origin.field)
 
 
 def make_codec(origin: Origin, training: Callable[[], Iterable[bytes]]) -> Codec:
     """The codec of an origin; `training` gives the documents of its training split, for a BPE to learn from."""
-    return text_codec(origin.tokenizer, training)
+    return (
+        genome_codec(origin.tokenizer) if origin.kind == "genome" else text_codec(origin.tokenizer, training)
+    )
 
 
 def stored_codec(origin: Origin, definition: str) -> Codec:
     """The codec that made the tokens of an origin, from its stored definition."""
+    if origin.kind == "genome":
+        return replace(genome_codec(origin.tokenizer), definition=definition)
     return defined_codec(origin.tokenizer, definition)

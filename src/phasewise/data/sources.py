@@ -36,7 +36,8 @@ def load(
     """The corpus of that name, one of `NAMES`.
 
     tokenizer: for text: "bytes", "gpt2", "bpe:SIZE" (byte-level, trained on the training split alone) or the
-        path of a tokenizer.json of the tokenizers library. Shards have their own.
+        path of a tokenizer.json of the tokenizers library; for genomes: "bytes" (a base a token) or "kmers:K".
+        Shards have their own.
     separator: for text:PATH: what stands between documents inside a file; None: a file is a document.
     cache: for chorales: the folder for parsed pieces; None: $XDG_CACHE_HOME/phasewise or ~/.cache/phasewise.
 
@@ -51,7 +52,7 @@ def load(
     takes = {known.partition(":")[0]: known.partition(":")[2] for known in NAMES}
     if kind not in takes or bool(path) != bool(takes[kind]):
         raise ValueError(f"no corpus {name!r}; there are {', '.join(NAMES)}")
-    if tokenizer != "bytes" and kind not in TEXT:
+    if tokenizer != "bytes" and kind not in (*TEXT, "genome"):
         raise ValueError(f"{kind} is not text, so tokenizer={tokenizer!r} has no meaning; leave it out")
     if separator is not None and kind != "text":
         raise ValueError(f"{kind} has documents of its own; leave separator out")
@@ -65,7 +66,7 @@ def load(
         case "jsb":
             return jsb(Path(path).expanduser())
         case "genome":
-            return genome(Path(path).expanduser())
+            return genome(Path(path).expanduser(), tokenizer)
         case "text":
             return text(Path(path).expanduser(), tokenizer=tokenizer, separator=separator)
         case "jsonl" | "parquet" | "datasets":
