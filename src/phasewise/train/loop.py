@@ -67,6 +67,27 @@ def train(
     Raises ValueError for a damaged checkpoint or one of another recipe or corpus, Diverged when the loss
     is no longer a number (the last checkpoint stays).
     """
+    with sitting(
+        recipe, corpus, folder, device=device, on_step=on_step, on_record=on_record, stop=stop
+    ) as this:
+        for _ in this.steps():
+            pass
+        tail = this.losses[-max(recipe.steps // 10, 1) :]
+        return Trained(this.trainer.whole(), math.fsum(tail) / len(tail), this.seconds)
+
+
+@contextmanager
+def sitting(
+    recipe: TrainRecipe,
+    corpus: Corpus,
+    folder: Path,
+    *,
+    device: torch.device | Processes,
+    on_step: Callable[[int, float], None] = lambda _step, _loss: None,
+    on_record: Callable[[Record, float], None] = lambda _record, _seconds: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator["Sitting"]:
+    """What `train` does, one step at a time: the sitting's `steps()`."""
     processes = device if isinstance(device, Processes) else Processes(rank=0, size=1, device=device)
     recipe.divide(processes.size)
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,6 +95,8 @@ def train(
         stack.enter_context(cpu_threads(recipe.threads))
         cuda = [processes.device] if processes.device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=cuda))
+        if recipe.compile:
+            torch.compiler.reset()  # a process compiles a function for so many models and no more
         trainer = Trainer(recipe, processes)
         done, seconds = _restore(trainer, corpus, folder)
         path = folder / "metrics.jsonl"
@@ -81,10 +104,7 @@ def train(
         if processes.first:
             cut(path, done)
         metrics = stack.enter_context((path if processes.first else Path(os.devnull)).open("a", buffering=1))
-        sitting = _Sitting(trainer, corpus, folder, metrics, losses, seconds, on_step, on_record)
-        sitting.run(done, stop)
-        tail = losses[-max(recipe.steps // 10, 1) :]
-        return Trained(trainer.whole(), math.fsum(tail) / len(tail), sitting.seconds)
+        yield Sitting(trainer, corpus, folder, metrics, losses, done, seconds, on_step, on_record, stop)
 
 
 @contextmanager
@@ -116,7 +136,7 @@ class _Reading:
 
 
 @dataclass
-class _Sitting:
+class Sitting:
     """The steps of one sitting, and what is written of them."""
 
     trainer: Trainer
@@ -124,20 +144,26 @@ class _Sitting:
     folder: Path
     metrics: TextIO
     losses: list[float]
+    """Of every step from the first."""
+    done: int
+    """Steps that earlier sittings took."""
     seconds: float
+    """Time spent in training steps, over all sittings."""
     on_step: Callable[[int, float], None]
     on_record: Callable[[Record, float], None]
+    stop: Callable[[], bool]
     pending: deque[tuple[int, _Reading]] = field(default_factory=deque)
     stopping: bool = False
 
-    def run(self, done: int, stop: Callable[[], bool]) -> None:
+    def steps(self) -> Iterator[int]:
+        """Take the steps that are left; each is yielded when the device has been given it."""
         recipe, processes = self.trainer.recipe, self.trainer.processes
         behind = 1 if processes.device.type == "cuda" else 0
-        with ahead(recipe, self.corpus, processes, start=done) as steps:
-            for step, parts in enumerate(steps, start=done):
+        with ahead(recipe, self.corpus, processes, start=self.done) as batches:
+            for step, parts in enumerate(batches, start=self.done):
                 started = perf_counter()
                 values = self.trainer.step(step, parts)
-                asked = processes.sum(torch.full_like(values[:1], float(stop())))
+                asked = processes.sum(torch.full_like(values[:1], float(self.stop())))
                 self.pending.append((step, _Reading(torch.cat([values, asked]))))
                 self._read(0 if _is_due(step, recipe.evaluate_every) else behind)
                 last = step + 1 == recipe.steps
@@ -150,6 +176,7 @@ class _Sitting:
                     self._save(step + 1)
                 if stopping:
                     raise Interrupted(f"step {step + 1} of {recipe.steps}")
+                yield step
 
     def _read(self, keep: int) -> None:
         """Take note of the steps taken, all but the last `keep`."""

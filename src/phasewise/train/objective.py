@@ -24,11 +24,11 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.narrow = recipe.precision == "bfloat16"
-        self.loss = torch.compile(summed_loss, dynamic=False) if recipe.compile else summed_loss
+        self.loss = torch.compile(summed_loss, dynamic=False, fullgraph=True) if recipe.compile else summed_loss
         for block in model.blocks:
             forward = block.forward
             if recipe.compile:
-                forward = torch.compile(forward, dynamic=False)
+                forward = torch.compile(forward, dynamic=False, fullgraph=True)
             if recipe.recompute:
                 forward = partial(checkpoint, forward, use_reentrant=False)
             block.forward = forward
