@@ -1,0 +1,95 @@
+"""phasewise extend."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, make_dataclass
+from pathlib import Path
+from typing import Annotated
+
+from phasewise.cli.terminal import FAILED, INTERRUPTED, fields, leave, print_whole
+
+EXTEND = """Continue a checkpoint at a longer length, its rates changed; measure before and after.
+
+The checkpoint is a folder of this library's (a run, or its model). Writes a run folder: recipe.json, report.json,
+figure.svg, figure.png, model, and the metrics and checkpoints of every length. Ctrl-C keeps what is done;
+--resume goes on. Of a Hugging Face folder, with --steps 0, the config alone is rewritten: its weights are linked,
+and nothing is trained or measured."""
+
+
+def extend(arguments: Sequence[str]) -> int:
+    """Continue a checkpoint at a longer length, its rates changed; measure before and after."""
+    import torch
+    import tyro
+    from rich.console import Console
+
+    from phasewise.hf.language_model import is_hugging_face
+    from phasewise.interrupt import Interrupted
+    from phasewise.train.continuation import Continuation, ExtendRecipe, model_folder, read_begun
+    from phasewise.train.extend import extend
+    from phasewise.train.extend_hf import rewrite
+    from phasewise.train.extension import table
+    from phasewise.train.folder import Unwritten
+    from phasewise.train.loop import Diverged
+
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--out", type=Path)
+    early.add_argument("--resume", action="store_true")
+    known, _ = early.parse_known_args(arguments)
+    begun = read_begun(known.out).recipe if known.resume and known.out else None
+
+    @dataclass(kw_only=True)
+    class Options:
+        checkpoint: tyro.conf.Positional[str] = begun.checkpoint if begun else tyro.MISSING
+        """Folder of the checkpoint: a run, or a model."""
+        length: tuple[int, ...] = begun.length if begun else tyro.MISSING
+        """Length in tokens; several: one after another, rising."""
+        steps: tuple[int, ...] = begun.steps if begun else tyro.MISSING
+        """Training steps at each length; 0, of one length: only the rates change."""
+        rule: str = begun.rule.model_dump_json() if begun else tyro.MISSING
+        """none | pi | ntk | yarn | llama3 | abf | abf:BASE | longrope | grid:FILE, or its settings as JSON."""
+        out: Path
+        """Run folder: a new one, or with --resume the one to go on with."""
+        resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+        """Go on with the interrupted run in --out. Its other options need not be repeated."""
+        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+        """Print report.json on stdout instead of the table."""
+        figure: bool = True
+        """Draw figure.svg and figure.png, which needs matplotlib."""
+        device: str = "cuda" if torch.cuda.is_available() else "cpu"
+        """Where to train and measure: cpu | cuda | cuda:1."""
+
+    settings = {name: getattr(begun, name) for name in Continuation.model_fields} if begun else {}
+    parsed = make_dataclass("Extend", fields(Continuation(**settings)), bases=(Options,), kw_only=True)
+    options = tyro.cli(parsed, prog="phasewise extend", args=arguments, description=EXTEND)
+    recipe = ExtendRecipe(**{name: getattr(options, name) for name in ExtendRecipe.model_fields})
+    if is_hugging_face(model_folder(recipe.checkpoint)):
+        rule = rewrite(recipe, options.out)
+        print(
+            f"{options.out} is {recipe.checkpoint} with {rule}: its weights are linked, and nothing was trained or "
+            "measured. Fine-tune it with your own trainer; `phasewise evaluate` measures it."
+        )
+        return 0
+    remedy = f"everything done so far is kept; go on with: phasewise extend --out {options.out} --resume"
+    try:
+        extension = extend(
+            recipe,
+            options.out,
+            resume=options.resume,
+            figure=options.figure,
+            device=options.device,
+            console=Console(stderr=True),
+        )
+    except Interrupted as error:
+        return leave(f"interrupted at {error}; {remedy}", INTERRUPTED)
+    except KeyboardInterrupt:
+        return leave(f"interrupted; {remedy}", INTERRUPTED)
+    except Unwritten as error:
+        return leave(f"{error}; {remedy}", FAILED)
+    except Diverged as error:
+        return leave(str(error), FAILED)
+    if options.as_json:
+        print((options.out / "report.json").read_text(), end="")
+    else:
+        print_whole(table(extension))
+        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    return 0

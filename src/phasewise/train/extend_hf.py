@@ -1,0 +1,79 @@
+"""A Hugging Face checkpoint with other rates for a longer context: its config rewritten, its weights as they are."""
+
+import os
+import shutil
+from pathlib import Path
+
+from phasewise.frequencies import AnyFrequencies
+from phasewise.frequencies_hf import RopeSettings, from_hf
+from phasewise.record import replacing
+from phasewise.train.continuation import ExtendRecipe
+from phasewise.train.folder import require_free
+from phasewise.train.rules import Present, Search
+
+CONFIG = "config.json"
+
+
+def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
+    """Write a folder like the recipe's checkpoint whose config serves its length, and give the rule in it.
+
+    Every other file is linked, or copied where the disk has no links. Nothing is trained or measured: that is for
+    other programs, or `phasewise evaluate`.
+
+    Raises ValueError without transformers, for steps, a search, several lengths, a length not above the one
+    the config serves, a config without rates, and a rule that does not start from its rates.
+    """
+    try:
+        from transformers import AutoConfig
+
+        from phasewise.hf.settings import global_settings, native_length, write
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
+        ) from error
+    folder, way = Path(recipe.checkpoint), recipe.rule
+    if recipe.steps != (0,) or isinstance(way, Search):
+        raise ValueError(
+            f"{folder} is a Hugging Face checkpoint, which is not trained or searched here: give one --length, "
+            "--steps 0 and a rule that is a formula, and fine-tune what is written elsewhere"
+        )
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} has no {CONFIG} to rewrite; give a folder of safetensors")
+    require_free(out)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    text, length = config.get_text_config(), recipe.length[0]
+    settings, served = global_settings(config), native_length(text)
+    if not settings or served is None:
+        raise ValueError(f"the config in {folder} has no rates and length to change")
+    if length <= served:
+        raise ValueError(f"length {length} is not above {served}, which {folder} serves: choose a longer one")
+    rule = way.at(Present(settings[0].frequencies, served), length)
+    assert rule is not None
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    write(config, rule, head_dim)
+    text.max_position_embeddings = length
+    _require_read_back(config, rule)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name != CONFIG:
+            _link(path, out / path.name)
+    with replacing(out / CONFIG) as unfinished:
+        unfinished.write_text(config.to_json_string(), encoding="utf-8")
+    return rule
+
+
+def _require_read_back(config: object, rule: AnyFrequencies) -> None:
+    settings = from_hf(config)
+    groups = [settings] if isinstance(settings, RopeSettings) else list(settings.values())
+    served = [group.frequencies for group in groups if group is not None]
+    if rule.kind != "explicit" and rule not in served:
+        raise ValueError(
+            f"this config cannot hold {rule}: give a rule with factor = length / original length"
+        )
+
+
+def _link(path: Path, to: Path) -> None:
+    try:
+        os.link(path.resolve(), to)
+    except OSError:
+        shutil.copy2(path, to)
