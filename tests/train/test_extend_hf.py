@@ -1,0 +1,67 @@
+"""A Hugging Face folder with other rates: transformers serves what the rule says, from the same weights."""
+
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from phasewise.hf.language_model import open_language_model
+from phasewise.train.continuation import ExtendRecipe
+from phasewise.train.extend_hf import rewrite
+from tests.hf.tiny import tiny
+
+
+def asked(folder, rule, *, length=(1024,), steps=(0,)):
+    return ExtendRecipe(checkpoint=str(folder), rule=rule, length=length, steps=steps)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return saved(tmp_path, "llama")
+
+
+def saved(tmp_path, name):
+    tiny(name).save_pretrained(tmp_path / "first")
+    return tmp_path / "first"
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "length"),
+    [
+        ("llama", "pi", 1024),
+        ("llama", "yarn", 1024),
+        ("llama", "llama3", 1024),
+        ("llama", "abf", 1024),
+        ("llama, llama3 rule", "llama3", 2048),
+        ("llama, yarn", "yarn", 1024),
+    ],
+)
+def test_transformers_serves_the_rule_from_linked_weights(tmp_path, name, rule, length):
+    folder, out = saved(tmp_path, name), tmp_path / "out"
+    written = rewrite(asked(folder, rule, length=(length,)), out)
+    tokens = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(out)
+    expected = open_language_model(folder, rule=written)
+    torch.testing.assert_close(model(tokens).logits, expected(tokens), rtol=1e-4, atol=1e-4)
+    assert model.config.max_position_embeddings == length
+    assert os.path.samefile(out / "model.safetensors", folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "message"),
+    [
+        ("yarn", {"steps": (5,)}, "is not trained or searched here: give one --length, --steps 0"),
+        ("longrope", {}, "is not trained or searched here"),
+        ("yarn", {"length": (256,)}, "length 256 is not above 256, which .* serves"),
+    ],
+)
+def test_what_is_not_done_for_hugging_face_is_said(llama, tmp_path, rule, changes, message):
+    with pytest.raises(ValueError, match=message):
+        rewrite(asked(llama, rule, **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_native_scaling_is_never_replaced_by_another_rule(tmp_path):
+    with pytest.raises(ValueError, match="rule 'pi' does not start from rates of rule 'llama3'"):
+        rewrite(asked(saved(tmp_path, "llama, llama3 rule"), "pi"), tmp_path / "out")
