@@ -82,11 +82,18 @@ def test_a_grid_is_read_from_its_file(tmp_path):
     assert way(json.loads(read.model_dump_json())) == read
 
 
+def test_a_grid_is_the_best_option_of_a_report_of_advise(tmp_path):
+    rule = Explicit(values=[0.5, 0.25]).model_dump(mode="json")
+    options = [{"settings": {"phasewise": rule}}, {"settings": None}]
+    (tmp_path / "report.json").write_text(json.dumps({"values": {"options": options}}))
+    assert way(f"grid:{tmp_path}/report.json").frequencies.values == (0.5, 0.25)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("grid:absent.json", "no file absent.json"),
-        (f"grid:{__file__}", "is not a rule; write one as"),
+        (f"grid:{__file__}", "is not a rule, nor a report of advise with one; write one as"),
         ("dynamic", "none.*pi.*ntk.*yarn.*llama3.*abf.*grid.*longrope"),
         ("abf:0.5", "greater than 1"),
     ],

@@ -4,6 +4,7 @@ Every length's rule starts from the rates and the length of the checkpoint, so a
 stretches what was stretched.
 """
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from phasewise.frequencies import NTK, AnyFrequencies, Geometric, Linear, Llama3
 from phasewise.train.schedule import from_text
 
 FILE = "grid:"
+EXAMPLE = Geometric(base=10_000.0).model_dump_json()
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class ChangeBase(Way):
 
 
 class Grid(Way):
-    """Rates of one's own, for every length: any rule, as `phasewise advise` writes it."""
+    """Rates of one's own, the same for every length."""
 
     kind: Literal["grid"] = "grid"
     frequencies: AnyFrequencies
@@ -173,16 +175,21 @@ def _from_text(value: Any) -> Any:
 
 
 def read_grid(path: Path) -> AnyFrequencies:
-    """The rule in a JSON file; ValueError when it holds none."""
+    """The rule in a JSON file, or that of the best option in a report of `phasewise advise`.
+
+    Raises ValueError when it holds neither.
+    """
     try:
-        return TypeAdapter[AnyFrequencies](AnyFrequencies).validate_json(path.read_bytes())
+        content = json.loads(path.read_text(encoding="utf-8"))
+        match content:
+            case {"values": {"options": [{"settings": {"phasewise": rule}}, *_]}}:
+                content = rule
+        return TypeAdapter[AnyFrequencies](AnyFrequencies).validate_python(content)
     except FileNotFoundError as error:
+        raise ValueError(f"no file {path}; give a rule as JSON, as {EXAMPLE}") from error
+    except ValueError as error:
         raise ValueError(
-            f"no file {path}; give a rule as JSON, as {Geometric(base=1e4).model_dump_json()}"
-        ) from error
-    except ValidationError as error:
-        raise ValueError(
-            f"{path} is not a rule; write one as {Geometric(base=1e4).model_dump_json()} "
+            f"{path} is not a rule, nor a report of advise with one; write one as {EXAMPLE} "
             'or {"kind": "explicit", "values": [...]}'
         ) from error
 
