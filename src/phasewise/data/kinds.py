@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from phasewise.data.codec import Codec, defined_codec, text_codec
+from phasewise.data.corpus import Split
 from phasewise.data.documents import Source, text_source
 from phasewise.data.genome import genome_codec, genome_source
+from phasewise.data.midi import midi_source, remi_codec, transposed
 
-KINDS = ("text", "jsonl", "parquet", "datasets", "genome")
+MUSIC = ("midi", "maestro", "asap")
+KINDS = ("text", "jsonl", "parquet", "datasets", "genome", *MUSIC)
 
 
 class Origin(BaseModel):
@@ -21,10 +24,11 @@ class Origin(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     data: str
-    """text:PATH | jsonl:PATH | parquet:PATH | datasets:NAME (or NAME:CONFIG) | genome:PATH."""
+    """text:PATH | jsonl:PATH | parquet:PATH | datasets:NAME (or NAME:CONFIG) | genome:PATH |
+    midi:PATH | maestro:PATH | asap:PATH."""
     tokenizer: str = "bytes"
     """Of text: bytes | gpt2 | bpe:SIZE (trained on the training split) | PATH of a tokenizer.json.
-    Of genomes: bytes (a base a token) | kmers:K."""
+    Of genomes: bytes (a base a token) | kmers:K. Music has one of its own, REMI."""
     separator: str | None = None
     """Of text: what stands between documents inside a file; None: a file is a document."""
     field: str = "text"
@@ -44,13 +48,20 @@ def open_source(origin: Origin) -> Source:
     if origin.kind not in KINDS or not origin.data.partition(":")[2]:
         known = ", ".join(f"{kind}:{'NAME' if kind == 'datasets' else 'PATH'}" for kind in KINDS)
         raise ValueError(f"{origin.data!r} cannot be tokenised; give {known}")
+    path = Path(origin.data.partition(":")[2]).expanduser()
+    if origin.kind in MUSIC:
+        return midi_source(origin.kind, path, held_out=origin.held_out, seed=origin.seed)
     if origin.kind == "genome":
-        return genome_source(Path(origin.data.partition(":")[2]).expanduser())
+        return genome_source(path)
     return text_source(origin.data, separator=origin.separator, field=origin.field)
 
 
 def make_codec(origin: Origin, training: Callable[[], Iterable[bytes]]) -> Codec:
     """The codec of an origin; `training` gives the documents of its training split, for a BPE to learn from."""
+    if origin.kind in MUSIC:
+        if origin.tokenizer != "bytes":
+            raise ValueError(f"music has one tokenizer, REMI, not {origin.tokenizer!r}; leave tokenizer out")
+        return remi_codec()
     return (
         genome_codec(origin.tokenizer) if origin.kind == "genome" else text_codec(origin.tokenizer, training)
     )
@@ -58,6 +69,15 @@ def make_codec(origin: Origin, training: Callable[[], Iterable[bytes]]) -> Codec
 
 def stored_codec(origin: Origin, definition: str) -> Codec:
     """The codec that made the tokens of an origin, from its stored definition."""
+    if origin.kind in MUSIC:
+        return remi_codec(definition)
     if origin.kind == "genome":
         return replace(genome_codec(origin.tokenizer), definition=definition)
     return defined_codec(origin.tokenizer, definition)
+
+
+def for_training(origin: Origin, codec: Codec, splits: Mapping[str, Split]) -> dict[str, Split]:
+    """The splits as a model is shown them: the training pieces of music in seven keys, all else as it is."""
+    if origin.kind not in MUSIC:
+        return dict(splits)
+    return {**splits, "train": transposed(splits["train"], codec)}

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from phasewise.data.codec import Codec
 from phasewise.data.corpus import Corpus, Split, Unit
-from phasewise.data.kinds import Origin, stored_codec
+from phasewise.data.kinds import Origin, for_training, stored_codec
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 LENGTH = np.dtype("<i8")
@@ -123,7 +123,11 @@ def shards(folder: Path) -> Corpus:
         unit=index.unit,
         vocab_size=index.vocab_size,
         sha256=index.sha256,
-        splits={name: Mapped(folder, part.shards, codec.dtype) for name, part in index.splits.items()},
+        splits=for_training(
+            index.origin,
+            codec,
+            {name: Mapped(folder, part.shards, codec.dtype) for name, part in index.splits.items()},
+        ),
         decode=codec.decode,
         bytes_per_token={split: size / index.splits[split].tokens for split, size in text.items() if size}
         or None,

@@ -25,7 +25,7 @@ NAMES = (
     "datasets:NAME",
     "shards:PATH",
 )
-NAMES += ("genome:PATH", "indirect-indexing")
+NAMES += ("genome:PATH", "midi:PATH", "maestro:PATH", "asap:PATH", "indirect-indexing")
 TEXT = ("austen", "text", "jsonl", "parquet", "datasets")
 NAMES += tuple(f"{kind}:BLOCK" for kind in SUITE)
 
@@ -69,7 +69,7 @@ def load(
             return genome(Path(path).expanduser(), tokenizer)
         case "text":
             return text(Path(path).expanduser(), tokenizer=tokenizer, separator=separator)
-        case "jsonl" | "parquet" | "datasets":
+        case "jsonl" | "parquet" | "datasets" | "midi" | "maestro" | "asap":
             return collect(Origin(data=name, tokenizer=tokenizer))
         case "shards":
             return shards(Path(path).expanduser())

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from phasewise.data.corpus import SPLITS, Corpus, Documents, sha256_of
 from phasewise.data.documents import Source, split_of
-from phasewise.data.kinds import Origin, make_codec, open_source, stored_codec
+from phasewise.data.kinds import Origin, for_training, make_codec, open_source, stored_codec
 from phasewise.data.shards import INDEX, TOKENIZER, Frozen, Index, Part, read_index, verify
 from phasewise.data.writing import Open, SplitWriter
 from phasewise.interrupt import Interrupted
@@ -120,7 +120,7 @@ def tokenize(
     return index
 
 
-def collect(origin: Origin) -> Corpus:
+def collect(origin: Origin, console: Console | None = None) -> Corpus:
     """The same documents, splits and tokens in memory, for at most 256 MiB of documents.
 
     Raises ValueError as `tokenize` does, and for a larger source.
@@ -128,7 +128,7 @@ def collect(origin: Origin) -> Corpus:
     source = open_source(origin)
     documents: dict[str, list[bytes]] = {split: [] for split in SPLITS}
     size = 0
-    reading = Reading(source, origin, None)
+    reading = Reading(source, origin, console)
     for split, content in reading:
         documents[split].append(content)
         size += len(content)
@@ -158,7 +158,7 @@ def collect(origin: Origin) -> Corpus:
         unit=codec.unit,
         vocab_size=codec.vocab_size,
         sha256=sha256_of(splits),
-        splits=splits,
+        splits=for_training(origin, codec, splits),
         decode=codec.decode,
         bytes_per_token={split: (part.text_bytes or 0) / part.tokens for split, part in kept.items()}
         if is_text
