@@ -1,9 +1,10 @@
 """Is position interpolation's outcome known before it is tried? Small models on tasks of known kernels.
 
-python -m experiments.validate_interpolation run FOLDER [--tiny]    trains, predicts, then measures (a GPU: 2 min)
-python -m experiments.validate_interpolation judge FOLDER           results/validation and the figure, from that
+python -m experiments.validate_interpolation run FOLDER [--tiny]     trains, predicts, then measures: 2 minutes of a GPU
+python -m experiments.validate_interpolation follow FOLDER [--tiny]  only trains, and looks at what is used meanwhile
 
-`run` writes FOLDER/predictions.json with the hash of its content before anything is measured at another length.
+`run` writes predictions with the hash of their content before anything is measured at another length.
+`experiments.validation_tables` reads FOLDER.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -41,6 +42,7 @@ from phasewise.record import replacing
 BASE = 10_000.0
 SEEDS, BLOCKS, SCALES = (0, 1, 2), (4, 8, 16, 32, 64), (1.5, 2.0, 4.0)
 LETTER_KINDS = ("cosine", "window", "lag", "blocks")
+MARKS = (50, 100, 150, 250, 500, 1000, 2000, 3000, 4500, 6000)
 ADDITIONS = (Addition(8, digits=6), Addition(8, digits=6, spacing=2))
 
 
@@ -61,7 +63,7 @@ class Budget:
     seeds: tuple[int, ...] = SEEDS
 
 
-TINY = Budget(32, 20, 20, 1, 8, 1 << 14, 2, 2, 1, (4, 8), (0, 1))
+TINY = Budget(32, 100, 20, 1, 8, 1 << 14, 2, 2, 1, (4,), (0, 1))
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,17 @@ def drawn(task: Suite, rows: int, length: int, generator: torch.Generator) -> tu
     return task.rows(torch.rand(rows, length, task.draws, generator=generator, device=generator.device))
 
 
-def trained(tasks: Sequence[Suite], budget: Budget, device: torch.device, shape: Shape) -> Stack:
-    """A model for every task and seed, tasks outermost; every place of an addition is learned."""
+def trained(
+    tasks: Sequence[Suite],
+    budget: Budget,
+    device: torch.device,
+    shape: Shape,
+    look: Callable[[int, Stack], None] = lambda _done, _stack: None,
+) -> Stack:
+    """A model for every task and seed, tasks outermost; every place of an addition is learned.
+
+    look: told the steps done and the models after every 50 steps.
+    """
     models, rows, steps = [task for task in tasks for _ in budget.seeds], shape.rows, shape.steps
     config = ModelConfig(
         vocab_size=LETTERS,
@@ -146,6 +157,7 @@ def trained(tasks: Sequence[Suite], budget: Budget, device: torch.device, shape:
     started = perf_counter()
 
     def say(done: int, loss: Tensor) -> None:
+        look(done, stack)
         if done % (steps // 8) < 100:
             low, middle, high = loss.quantile(torch.tensor([0.0, 0.5, 1.0], device=device)).tolist()
             print(
@@ -302,6 +314,19 @@ def run(folder: Path, budget: Budget, device: torch.device) -> None:
             print(f"{ended}: measured, {perf_counter() - started:.0f} s")
 
 
+def follow(folder: Path, budget: Budget, device: torch.device) -> None:
+    """What the models of S1 to S4 use of their frequencies while they learn."""
+    letters = [KINDS[kind](block) for kind in LETTER_KINDS for block in budget.blocks]
+    each, seen = [task for task in letters for _ in budget.seeds], []
+
+    def look(done: int, stack: Stack) -> None:
+        if done in MARKS:
+            seen.append({"steps": done, "models": _read(stack, each, budget)})
+            _save(folder / "followed.json", seen)
+
+    trained(letters, budget, device, Shape(budget.width, 1, 1, budget.rows, budget.steps), look)
+
+
 def _read(stack: Stack, tasks: list[Suite], budget: Budget) -> list[dict[str, object]]:
     length = tasks[0].length
     values = measured(stack, tasks, 1.0, length=length, rows=budget.served_rows, interpolated=False)
@@ -368,5 +393,5 @@ def _save(path: Path, values: object) -> None:
 
 if __name__ == "__main__":
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if sys.argv[1] == "run":
-        run(Path(sys.argv[2]), TINY if "--tiny" in sys.argv else Budget(), where)
+    stage = {"run": run, "follow": follow}[sys.argv[1]]
+    stage(Path(sys.argv[2]), TINY if "--tiny" in sys.argv else Budget(), where)
