@@ -277,6 +277,29 @@ def test_fix_is_never_written_in_place_or_over_a_file(tmp_path):
     assert json.loads((tmp_path / "new" / "config.json").read_text()) == {"a": 1}
 
 
+JUNK = ["8", "", -1, 0, 2.5, 1e400, True, [], [1.0], {}, {"a": {}}, None]
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1", "Gemma-3", "Phi-3, longrope", "yarn", "text part"])
+def test_values_of_any_kind_give_a_diagnosis_and_never_a_traceback(tmp_path, name):
+    def places(config, path=()):
+        for key, value in config.items():
+            yield (*path, key)
+            if isinstance(value, dict):
+                yield from places(value, (*path, key))
+
+    for path in places(HEALTHY[name]):
+        for junk in JUNK:
+            config = json.loads(json.dumps(HEALTHY[name]))
+            target = config
+            for key in path[:-1]:
+                target = target[key]
+            target[path[-1]] = junk
+            found = examine(tmp_path, config, length=4096)
+            repair(config, found)
+            json.dumps(found.model_dump(mode="json"), allow_nan=False)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -1,3 +1,4 @@
+import copy
 import inspect
 import math
 
@@ -288,6 +289,18 @@ def test_folders_of_both_kinds_are_examined_in_the_dtype_they_are_served_in(tmp_
 def test_dynamic_rule_is_judged_at_the_length_served():
     encoding = RoPEConfig(frequencies=DynamicNTK(base=100.0, factor=4.0, original_length=ORIGINAL))
     assert outcomes(doctor(model_of(encoding), length=1000, trained_length=ORIGINAL))["phases"] == "passed"
+
+
+@pytest.mark.parametrize("switch", [31, 33])
+def test_rates_that_change_one_token_off_the_original_length_are_found(switch):
+    model = tiny(CROSSING)
+    rotary = model.model.rotary_emb
+    rotary.config = copy.deepcopy(rotary.config)
+    rotary.config.rope_parameters["original_max_position_embeddings"] = switch
+    rotary.config.original_max_position_embeddings = switch
+    evidence = finding(doctor(model), "phases").evidence
+    assert evidence["of a length of"] == max(switch, 32)
+    assert evidence["largest error, radians"] > 0.3
 
 
 def test_examination_that_is_interrupted_says_what_is_missing():

@@ -23,7 +23,8 @@ def doctor(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from phasewise.interrupt import Interrupted, interruptible
-    from phasewise.lens.doctor.examine import doctor, is_hugging_face, read_config
+    from phasewise.lens.doctor.examine import doctor
+    from phasewise.lens.doctor.opening import is_hugging_face, read_config
     from phasewise.lens.doctor.repair import CONFIG, destination, repair, write
     from phasewise.lens.doctor.show import figures, repaired, summary, table
     from phasewise.lens.report import check_folder, write_json, write_report

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
+
+from pydantic import field_validator
 
 from phasewise.lens.spectrum import Values
 
 Severity = Literal["wrong", "warning", "note"]
 Number = float | int | str | bool | None
+
+
+def plain(value: object) -> Number:
+    """A value that may be anything, as JSON and a reader take it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, int | str):
+        return value
+    return f"{len(value)} numbers" if isinstance(value, list | tuple) else str(value)
 
 
 class Edit(Values):
@@ -38,6 +51,11 @@ class Finding(Values):
     edits: tuple[Edit, ...] = ()
     by_hand: str = ""
 
+    @field_validator("evidence", mode="before")
+    @classmethod
+    def _plain(cls, evidence: Mapping[str, object]) -> dict[str, Number]:
+        return {name: plain(value) for name, value in evidence.items()}
+
 
 class Check(Values):
     """A check and what became of it; `said`: what was measured where it passed, why it was not made."""
@@ -56,7 +74,7 @@ class Diagnosis(Values):
     checkpoint: str
     family: str
     dtype: str | None
-    length: int | None
+    length: int
     trained_length: int | None
     findings: tuple[Finding, ...]
     checks: tuple[Check, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,22 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 
-from phasewise.device import floating, usable
 from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.frequencies_hf import RopeSettings, from_hf
-from phasewise.lens.doctor import agreement, config, engines, own, reach, rotation
+from phasewise.lens.doctor import agreement, config, engines, own, reach, rotation, sizes
 from phasewise.lens.doctor.diagnosis import Check, Diagnosis, Finding, NotMade
 from phasewise.lens.doctor.examined import Examined, Result, Wanted
-from phasewise.lens.doctor.patient import HFPatient, OwnPatient, Patient
+from phasewise.lens.doctor.opening import Case, first_line, open_case
+from phasewise.lens.doctor.patient import HFPatient, OwnPatient
 from phasewise.lens.doctor.written import Written, whole_number
-from phasewise.model import ModelConfig, Transformer
-from phasewise.model import folder as own_folder
-from phasewise.model.reading import TransformerReader, require_count
+from phasewise.model import ModelConfig
+from phasewise.model.reading import require_count
 
 DEFAULT_LENGTH = 4096
 WRITTEN_CHECKS: dict[str, Callable[[Written], Any]] = {
@@ -33,12 +30,12 @@ WRITTEN_CHECKS: dict[str, Callable[[Written], Any]] = {
     "base": config.base,
     "rule": config.rule,
     "keys": config.keys,
-    "original length": config.original,
-    "factor": config.factor,
-    "head width": config.head_width,
-    "layer types": config.layers,
-    "lists": config.lists,
-    "rotated share": config.share,
+    "original length": sizes.original,
+    "factor": sizes.factor,
+    "head width": sizes.head_width,
+    "layer types": sizes.layers,
+    "lists": sizes.lists,
+    "rotated share": sizes.share,
     "attention factor": engines.attention,
 }
 MODEL_CHECKS: dict[str, Callable[[Examined], Result]] = {
@@ -109,7 +106,7 @@ def doctor(
     for name, value in (("length", length), ("trained_length", trained_length)):
         if value is not None:
             require_count(name, value, least=2)
-    case = _case(checkpoint, trained_length=trained_length, dtype=dtype, device=device)
+    case = open_case(checkpoint, trained_length=trained_length, dtype=dtype, device=device)
     notes = _Notes()
     if case.written is not None:
         wanted_length = length or case.written.longest or DEFAULT_LENGTH
@@ -139,111 +136,6 @@ def doctor(
     )
 
 
-@dataclass(frozen=True)
-class _Case:
-    """What was given: a config, Hugging Face's (`written`) or ours (`own`), and the model if there is one."""
-
-    name: str
-    family: str
-    written: Written | None
-    own: ModelConfig | None
-    patient: Patient | None
-
-
-def _case(checkpoint: Any, *, trained_length: int | None, dtype: str | None, device: str) -> _Case:
-    if not isinstance(checkpoint, str | Path):
-        if dtype is not None:
-            raise ValueError("a model in memory has its dtype; leave dtype out")
-        return _of_memory(checkpoint, trained_length)
-    path = Path(checkpoint)
-    usable(device)
-    precision = floating(dtype)
-    if not path.exists():
-        raise ValueError(f"no file or folder {path}; give the folder of a checkpoint, or a config.json")
-    content = read_config(path / own_folder.CONFIG if path.is_dir() else path)
-    if not is_hugging_face(content):
-        return _of_own(path, content, trained_length, precision, device)
-    if trained_length is not None:
-        raise ValueError("a Hugging Face config has its trained length; leave trained_length out")
-    patient = _hugging_face(path, precision, device) if path.is_dir() else None
-    return _Case(str(path), str(content.get("model_type", "config")), Written(content), None, patient)
-
-
-def _of_memory(model: Any, trained_length: int | None) -> _Case:
-    if isinstance(model, Transformer):
-        return _Case(
-            "a model in memory", "phasewise", None, model.config, _own_patient(model, trained_length)
-        )
-    if not hasattr(getattr(model, "config", None), "to_dict"):
-        raise ValueError(
-            f"{type(model).__name__} is no model; give a folder, a decoder of transformers, or a Transformer"
-        )
-    from phasewise.hf.reading import HFReader
-
-    written = Written(model.config.to_dict())
-    patient = HFPatient(model, HFReader(model))
-    return _Case("a model in memory", model.config.model_type, written, None, patient)
-
-
-def _of_own(
-    path: Path,
-    content: Mapping[str, Any],
-    trained_length: int | None,
-    precision: torch.dtype | None,
-    device: str,
-) -> _Case:
-    if not path.is_dir():
-        try:
-            settings = ModelConfig.model_validate(content)
-        except ValidationError as error:
-            problem = error.errors()[0]
-            raise ValueError(
-                f"{path} is no config of a checkpoint: {problem['msg']} ({problem['loc']})"
-            ) from error
-        return _Case(str(path), "phasewise", None, settings, None)
-    model = own_folder.load(path, device=device)
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"{name} in {path} is not finite; the checkpoint is broken")
-    if precision is not None:
-        model.to(precision)
-    return _Case(str(path), "phasewise", None, model.config, _own_patient(model, trained_length))
-
-
-def _hugging_face(folder: Path, precision: torch.dtype | None, device: str) -> HFPatient:
-    try:
-        from phasewise.hf.checkpoint import load
-        from phasewise.hf.reading import HFReader
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
-        ) from error
-    model = load(folder, dtype=precision, device=device)
-    return HFPatient(model, HFReader(model))
-
-
-def _own_patient(model: Transformer, trained_length: int | None) -> OwnPatient:
-    return OwnPatient(model.eval(), TransformerReader(model, trained_length=trained_length))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The config at `path`; ValueError for what is none."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; give the folder of a checkpoint")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__}, not the settings of a model")
-    return content
-
-
-def is_hugging_face(content: Mapping[str, Any]) -> bool:
-    """Whether a config is Hugging Face's, whole or the rotary part alone, rather than this library's."""
-    return "encoding" not in content
-
-
 def _of_config(written: Written, notes: _Notes, length: int) -> int | None:
     """The checks of a Hugging Face config; the trained length."""
     for name, check in WRITTEN_CHECKS.items():
@@ -257,7 +149,7 @@ def _of_config(written: Written, notes: _Notes, length: int) -> int | None:
                     check="contradictions",
                     severity="wrong",
                     said="the settings contradict themselves, or one is of the wrong kind",
-                    evidence={"problem": _first_line(error)},
+                    evidence={"problem": first_line(error)},
                     remedy="correct what is named",
                     by_hand="which of the values was meant is not in the config",
                 )
@@ -329,14 +221,14 @@ def _of_own_config(settings: ModelConfig | None, notes: _Notes, length: int, tra
     notes.add("field", field_of_each)
 
 
-def _examined(case: _Case, length: int, trained: int | None) -> Examined:
+def _examined(case: Case, length: int, trained: int | None) -> Examined:
     assert case.patient is not None
     wanted, unreadable = {}, None
     if isinstance(case.patient, HFPatient):
         try:
             wanted = _wanted(case.patient.model)
         except ValueError as error:
-            unreadable = _first_line(error)
+            unreadable = first_line(error)
     else:
         assert isinstance(case.patient, OwnPatient)
         for layer, encoding in case.patient.encodings():
@@ -387,10 +279,3 @@ def _progress(console: Console | None) -> Progress:
     console = console or Console(quiet=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        problem = error.errors()[0]
-        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
-    return str(error).splitlines()[0]

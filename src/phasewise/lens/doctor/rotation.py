@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from pydantic import ValidationError
@@ -179,50 +180,82 @@ def _readings(rule: Frequencies) -> Iterator[tuple[str, Frequencies]]:
 
 
 def phases(examined: Examined) -> Result:
-    """Phases at places up to the length served, against float64."""
+    """Phases at places up to the length served, and on either side of a change of rates, against float64."""
     wanted = examined.rules()
-    index = places(examined.length)
-    worst = None
+    lengths = {examined.length}
+    for want in wanted.values():
+        ends = [last for _, last in want.rule.regimes or () if last is not None]
+        lengths |= {length for end in ends for length in (end, end + 1) if 2 <= length <= examined.length}
+    measured = [_measured(examined, wanted, length) for length in sorted(lengths)]
+    found = max(measured, key=lambda one: one.beyond)
+    if found.beyond > EXACT:
+        return [found.finding()], ""
+    count, last = len(places(examined.length)), examined.length - 1
+    return [], f"at most {found.largest:.1e} radians off at {count} places up to {last:,}"
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """How far phases are off where the worst layer is, float64 [T, n], when `length` tokens are served."""
+
+    turned: Turned
+    index: Tensor
+    off: Tensor
+    length: int
+
+    @property
+    def largest(self) -> float:
+        return self.off.max().item()
+
+    @property
+    def beyond(self) -> float:
+        return self.largest - self.turned.rounding
+
+    def finding(self) -> Finding:
+        place, pair = divmod(int(self.off.argmax()), self.off.shape[1])
+        severity: Severity = (
+            "note" if self.beyond <= PRODUCT else "warning" if self.beyond <= NOTICEABLE else "wrong"
+        )
+        return Finding(
+            check="phases",
+            severity=severity,
+            said="phases are off at the length served"
+            + (
+                ": positions or rates were rounded to half precision, or are others"
+                if severity == "wrong"
+                else ""
+            ),
+            evidence={
+                "largest error, radians": self.largest,
+                "at position": int(self.index[place]),
+                "of a length of": self.length,
+                "pair": pair,
+                "layer": self.turned.layer,
+                "error at the middle place": self.off[len(self.index) // 2].max().item(),
+                "rounding of cos and sin": self.turned.rounding,
+            },
+            remedy="form positions times rates in float32 at least, and never cast rates or positions; change rates "
+            "one token past the original length"
+            if severity == "wrong"
+            else "none is needed below a hundredth of a turn; float64 products take it away",
+            by_hand="precision is the code's, not the config's",
+        )
+
+
+def _measured(examined: Examined, wanted: Mapping[int, Wanted], length: int) -> _Measured:
+    """The layer whose phases are furthest off when `length` tokens are served."""
+    index = places(length)
+    found = []
     for turned in examined.patient.turned(index):
         want = wanted.get(turned.layer)
         if want is None or want.n != turned.phase.shape[1]:
             raise NotMade("a layer turns another number of pairs than the config says")
         if not turned.phase.isfinite().all():
             raise NotMade("cosines and sines are not finite")
-        off = _error(turned, want.rule, index)
-        if worst is None or off.max() - turned.rounding > worst[1].max() - worst[0].rounding:
-            worst = turned, off
-    if worst is None:
+        found.append(_Measured(turned, index, _error(turned, want.rule, index), length))
+    if not found:
         raise NotMade("no layer turns with position")
-    turned, off = worst
-    place, pair = divmod(int(off.argmax()), off.shape[1])
-    largest, beyond = off.max().item(), off.max().item() - turned.rounding
-    if beyond <= EXACT:
-        return [], f"at most {largest:.1e} radians off at {len(index)} places up to {int(index[-1]):,}"
-    severity: Severity = "note" if beyond <= PRODUCT else "warning" if beyond <= NOTICEABLE else "wrong"
-    found = Finding(
-        check="phases",
-        severity=severity,
-        said="phases are off at the length served"
-        + (
-            ": positions or rates were rounded to half precision, or are others"
-            if severity == "wrong"
-            else ""
-        ),
-        evidence={
-            "largest error, radians": largest,
-            "at position": int(index[place]),
-            "pair": pair,
-            "layer": turned.layer,
-            "error at the middle place": off[len(index) // 2].max().item(),
-            "rounding of cos and sin": turned.rounding,
-        },
-        remedy="form positions times rates in float32 at least, and never cast rates or positions"
-        if severity == "wrong"
-        else "none is needed below a hundredth of a turn; float64 products take it away",
-        by_hand="precision is the code's, not the config's",
-    )
-    return [found], ""
+    return max(found, key=lambda one: one.beyond)
 
 
 def _error(turned: Turned, rule: Frequencies, index: Tensor) -> Tensor:

@@ -47,12 +47,12 @@ def _grouped(diagnosis: Diagnosis, outcome: str) -> list[str]:
 def verdict(diagnosis: Diagnosis) -> str:
     """One line: how many findings of each kind."""
     counts = {level: sum(f.severity == level for f in diagnosis.findings) for level in COLOUR}
-    made = sum(check.outcome != "not made" for check in diagnosis.checks)
-    at = "" if diagnosis.length is None else f" at {diagnosis.length:,} tokens"
-    return (
-        f"{diagnosis.checkpoint}{at}: {counts['wrong']} wrong, {_count(counts['warning'], 'warning')}, "
-        f"{_count(counts['note'], 'note')}; {made} of {len(diagnosis.checks)} checks made"
+    found = (
+        f"{counts['wrong']} wrong, {_count(counts['warning'], 'warning')}, {_count(counts['note'], 'note')}"
     )
+    made = sum(check.outcome != "not made" for check in diagnosis.checks)
+    where = f"{diagnosis.checkpoint} at {diagnosis.length:,} tokens"
+    return f"{where}: {found}; {made} of {len(diagnosis.checks)} checks made"
 
 
 def summary(diagnosis: Diagnosis) -> dict[str, str]:

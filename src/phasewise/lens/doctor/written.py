@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,6 +134,6 @@ def whole_number(value: Any) -> int | None:
 
 
 def number(value: Any) -> float | None:
-    """A number above 0, or None for anything else."""
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    """A finite number above 0, or None for anything else."""
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     return float(value) if valid else None

@@ -1,0 +1,130 @@
+"""What a doctor is given: a folder, a config alone, or a model in memory, opened or refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from phasewise.device import floating, usable
+from phasewise.lens.doctor.patient import HFPatient, OwnPatient, Patient
+from phasewise.lens.doctor.written import Written
+from phasewise.model import ModelConfig, Transformer
+from phasewise.model import folder as own_folder
+from phasewise.model.reading import TransformerReader
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was given: a config, Hugging Face's (`written`) or ours (`own`), and the model if there is one."""
+
+    name: str
+    family: str
+    written: Written | None
+    own: ModelConfig | None
+    patient: Patient | None
+
+
+def open_case(checkpoint: Any, *, trained_length: int | None, dtype: str | None, device: str) -> Case:
+    """What stands at a path, or a model in memory; ValueError as `doctor`."""
+    if not isinstance(checkpoint, str | Path):
+        if dtype is not None:
+            raise ValueError("a model in memory has its dtype; leave dtype out")
+        return _of_memory(checkpoint, trained_length)
+    path = Path(checkpoint)
+    usable(device)
+    precision = floating(dtype)
+    if not path.exists():
+        raise ValueError(f"no file or folder {path}; give the folder of a checkpoint, or a config.json")
+    content = read_config(path / own_folder.CONFIG if path.is_dir() else path)
+    if not is_hugging_face(content):
+        return _of_own(path, content, trained_length, precision, device)
+    if trained_length is not None:
+        raise ValueError("a Hugging Face config has its trained length; leave trained_length out")
+    patient = _hugging_face(path, precision, device) if path.is_dir() else None
+    return Case(str(path), str(content.get("model_type", "config")), Written(content), None, patient)
+
+
+def _of_memory(model: Any, trained_length: int | None) -> Case:
+    if isinstance(model, Transformer):
+        return Case("a model in memory", "phasewise", None, model.config, _own_patient(model, trained_length))
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        raise ValueError(
+            f"{type(model).__name__} is no model; give a folder, a decoder of transformers, or a Transformer"
+        )
+    from phasewise.hf.reading import HFReader
+
+    written = Written(model.config.to_dict())
+    patient = HFPatient(model, HFReader(model))
+    return Case("a model in memory", model.config.model_type, written, None, patient)
+
+
+def _of_own(
+    path: Path,
+    content: Mapping[str, Any],
+    trained_length: int | None,
+    precision: torch.dtype | None,
+    device: str,
+) -> Case:
+    if not path.is_dir():
+        try:
+            settings = ModelConfig.model_validate(content)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            raise ValueError(
+                f"{path} is no config of a checkpoint: {problem['msg']} ({problem['loc']})"
+            ) from error
+        return Case(str(path), "phasewise", None, settings, None)
+    model = own_folder.load(path, device=device)
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"{name} in {path} is not finite; the checkpoint is broken")
+    if precision is not None:
+        model.to(precision)
+    return Case(str(path), "phasewise", None, model.config, _own_patient(model, trained_length))
+
+
+def _hugging_face(folder: Path, precision: torch.dtype | None, device: str) -> HFPatient:
+    try:
+        from phasewise.hf.checkpoint import load
+        from phasewise.hf.reading import HFReader
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
+        ) from error
+    model = load(folder, dtype=precision, device=device)
+    return HFPatient(model, HFReader(model))
+
+
+def _own_patient(model: Transformer, trained_length: int | None) -> OwnPatient:
+    return OwnPatient(model.eval(), TransformerReader(model, trained_length=trained_length))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config at `path`; ValueError for what is none."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}; give the folder of a checkpoint")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}, not the settings of a model")
+    return content
+
+
+def is_hugging_face(content: Mapping[str, Any]) -> bool:
+    """Whether a config is Hugging Face's, whole or the rotary part alone, rather than this library's."""
+    return "encoding" not in content
+
+
+def first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
+    return str(error).splitlines()[0]
