@@ -78,6 +78,9 @@ model. A choice: what fine-tuning brings back is not measured here."""
 MISSED = 0.2
 """The difference of shares of passkeys found from which retrieval is said to contradict the loss: one in five."""
 
+MOST_TURNS = 32.0
+"""Turns within the trained length from which a fitted grid keeps every rate: YaRN's beta, arXiv 2309.00071."""
+
 LONG_INPUT = 0.95
 """The quantile of input lengths that must fit the trained length for scaling not to pay: a published rule for
 YaRN, which costs short inputs whatever their length."""
