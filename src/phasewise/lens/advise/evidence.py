@@ -11,6 +11,7 @@ from rich.progress import Progress
 
 from phasewise.data import Corpus
 from phasewise.frequencies import AnyFrequencies, Geometric
+from phasewise.lens.advise.grid import reaching, share_beyond
 from phasewise.lens.advise.published import correction_range
 from phasewise.lens.dependency import dependency
 from phasewise.lens.granularity import BY_UNIT, sequences
@@ -29,7 +30,8 @@ class Evidence(Values):
     over heads and over the layers that see the whole context; None where it was not measured.
     theta_eff: exp(sum share ln rate). critical: the first pair without a whole turn within `trained`.
     ramp: YaRN's, for geometric rates. input_length: the 95th percentile of the corpus's documents.
-    profile: of the corpus, in the model's tokens; None: too few distances stand above noise.
+    profile: of the corpus, in the model's tokens. beyond: of its dependences in a window of the wanted length,
+    the share beyond the trained one; 0 where none stands above noise.
     interpolation: what dividing every rate by the stretch is expected to do.
     """
 
@@ -43,6 +45,7 @@ class Evidence(Values):
     ramp: tuple[int, int] | None
     input_length: int
     profile: Profiled
+    beyond: float
     interpolation: Prediction
 
     @property
@@ -103,7 +106,10 @@ def weigh(
         turning = [(share, rate) for share, rate in zip(shares, rates, strict=True) if rate > 0]
         theta_eff = math.exp(sum(share * math.log(rate) for share, rate in turning))
     slow = [place for place, rate in enumerate(rates) if rate * trained < 2 * math.pi]
-    profile = need.profile
+    profile, beyond = need.profile, 0.0
+    if need.kernel is not None:
+        reached = reaching(need.kernel, profile.power_law, wanted)
+        beyond = share_beyond(reached, trained=trained, wanted=wanted)
     return Evidence(
         rule=rule,
         rates=tuple(rates),
@@ -115,6 +121,7 @@ def weigh(
         ramp=correction_range(channels, rule.base, trained) if isinstance(rule, Geometric) else None,
         input_length=need.input_length,
         profile=profile,
+        beyond=beyond,
         interpolation=predict_interpolation(
             wanted / trained,
             dilation=profile.dilation,

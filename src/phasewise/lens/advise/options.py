@@ -20,10 +20,10 @@ from phasewise.frequencies import (
     YaRN,
 )
 from phasewise.lens.advise.evidence import DataNeed, Evidence
-from phasewise.lens.advise.grid import fitted, reaching
+from phasewise.lens.advise.grid import fitted
 from phasewise.lens.advise.published import changed_base, llama3_range
 from phasewise.lens.spectrum import Values
-from phasewise.lens.thresholds import DILATES, DILATING, LONG_INPUT, STAYS, UNEVEN, UNSEEN
+from phasewise.lens.thresholds import DILATES, DILATING, LONG_INPUT, MOST_TURNS, STAYS, UNEVEN, UNSEEN
 
 Kind = Literal[
     "leave alone",
@@ -145,34 +145,22 @@ def _grid(evidence: Evidence, need: DataNeed) -> tuple[AnyFrequencies | None, st
     rates, stretch = np.array(evidence.rates), evidence.stretch
     if not rates.all():
         return None, "rates of 0 have no list that engines could read", ()
-    profile = evidence.profile
-    known = None if need.kernel is None else reaching(need.kernel, profile.power_law, evidence.wanted)
-    values = fitted(
-        rates,
-        trained=evidence.trained,
-        wanted=evidence.wanted,
-        kernel=known,
-        unevenness=profile.unevenness,
-    )
+    values = fitted(rates, trained=evidence.trained, wanted=evidence.wanted, beyond=evidence.beyond)
     native = evidence.rule.attention_factor(len(rates), length=evidence.trained)
     grid = Explicit(values=tuple(values.tolist()), attention=native * (0.1 * math.log(stretch) + 1))
-    slowed = rates / values
-    turned = slowed[: evidence.critical]
-    said = (
-        f"divides the {len(turned)} rates that made a turn by {turned.min():.2f} to {turned.max():.2f}, "
-        f"the others by {stretch:g}"
-        if len(turned)
-        else f"divides every rate by {stretch:g}: none made a whole turn in training"
+    kept = int((values == rates).sum())
+    reach = "" if need.kernel is None else f", measured up to {len(need.kernel.density)} tokens"
+    return (
+        grid,
+        None,
+        (
+            f"{evidence.beyond:.1%} of the dependences in a window of {evidence.wanted} lie beyond "
+            f"{evidence.trained} tokens{reach}: rates of {MOST_TURNS**evidence.beyond:.2f} turns and more are kept",
+            f"of {len(rates)} rates {kept} are kept, {int((values < rates / stretch * 1.0001).sum())} divided by "
+            f"{stretch:g}",
+            f"cosines and sines times {grid.attention:.4f}, as YaRN's",
+        ),
     )
-    if known is None:
-        said += "; what the data need is not known, so what made a turn is kept"
-    elif profile.unevenness is not None and profile.unevenness > UNEVEN:
-        said += "; single distances count far away, so what made a turn is kept"
-    elif need.kernel is not None and len(need.kernel.density) < evidence.wanted:
-        said += (
-            f"; dependencies were measured up to {len(need.kernel.density)} tokens and continued from there"
-        )
-    return grid, None, (said, f"scores enlarged as YaRN's, {grid.attention:.4f} squared")
 
 
 def _option(
