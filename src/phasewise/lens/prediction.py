@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from phasewise.lens.dilation import Dilation
-from phasewise.lens.thresholds import COARSE, DILATES, FINE, MISFIT, STAYS, UNEVEN
+from phasewise.lens.thresholds import DILATES, FINE, MISFIT, STAYS, UNEVEN
 
 Outcome = Literal["works", "fails", "undecided"]
 
@@ -33,8 +33,7 @@ class Prediction(BaseModel):
     from_data: Outcome
     """From misfit, dilation and unevenness: does what the data need stretch by `scale`, resolution included?"""
     from_weights: Outcome
-    """From the product of effective frequency and width: does the model use a finer resolution than its width
-    asks for, which interpolation would take away?"""
+    """From the product of effective frequency and width: does the model resolve single tokens, and is that lost?"""
     reasons: tuple[str, ...]
 
 
@@ -62,7 +61,7 @@ def predict_interpolation(
     >>> stretched = Dilation(factor=3.8, interval=(3.5, 4.1), misfit=0.02, stretch=4.0, relative=0.96)
     >>> predict_interpolation(2.0, dilation=stretched, width=64.0, theta_eff=0.02).outcome
     'works'
-    >>> predict_interpolation(2.0, dilation=stretched, width=64.0, theta_eff=0.5).outcome
+    >>> predict_interpolation(4.0, dilation=stretched, width=64.0, theta_eff=0.5).outcome
     'fails'
     """
     if not 1 <= scale < math.inf:
@@ -76,7 +75,7 @@ def predict_interpolation(
             scale=scale, outcome="works", from_data="works", from_weights="works", reasons=reasons
         )
     from_data, data_reasons = _of_data(scale, misfit, dilation, unevenness)
-    from_weights, weight_reasons = _of_weights(width, theta_eff)
+    from_weights, weight_reasons = _of_weights(scale, width, theta_eff)
     return Prediction(
         scale=scale,
         outcome=_together(from_data, from_weights, weighed=theta_eff is not None and width is not None),
@@ -150,12 +149,19 @@ def _of_data(
     return ("undecided" if "undecided" in outcomes else "works"), tuple(reasons)
 
 
-def _of_weights(width: float | None, theta_eff: float | None) -> tuple[Outcome, tuple[str, ...]]:
+def _of_weights(
+    scale: float, width: float | None, theta_eff: float | None
+) -> tuple[Outcome, tuple[str, ...]]:
+    """A lag of one token is (1 - 1 / scale) / 2 off: too much for any; less still only where none shifts."""
     if width is None or theta_eff is None:
         return "undecided", ("effective frequency and width are not both known",)
-    product = theta_eff * width
-    reason = (
-        f"effective frequency times width is {product:.2f} radians (a coarse view up to {COARSE:.2f}, "
-        f"a fine one, which interpolation takes away, from {FINE:.2f})"
+    product, misfit = theta_eff * width, (1 - 1 / scale) / 2
+    reason = f"effective frequency times width is {product:.2f} radians"
+    if product <= FINE:
+        return "works", (f"{reason} (fine above {FINE:.2f}): a coarse view",)
+    if misfit > MISFIT:
+        return "fails", (f"{reason} (fine above {FINE:.2f}): single tokens, lost at a scale of {scale:g}",)
+    return "undecided", (
+        f"{reason} (fine above {FINE:.2f}): single tokens survive a scale of {scale:g} only where every lag "
+        "dilates exactly",
     )
-    return ("works" if product <= COARSE else "fails" if product >= FINE else "undecided"), (reason,)
