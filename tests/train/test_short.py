@@ -52,7 +52,7 @@ def steps(kind, given, count=2):
     rate, metrics = torch.tensor(given.learning_rate), []
     for inputs in zip(*task.stack(drawn), strict=True):
         for group in trainer.optimizer.param_groups:
-            group["lr"].copy_(rate)
+            group["lr"] = rate.item()
         loss = task.loss(*inputs)
         loss.backward()
         metrics.append((loss.item(), task.update(rate).item()))

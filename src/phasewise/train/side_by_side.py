@@ -149,7 +149,10 @@ class Lane:
     def fill(self, drawn: Sequence[Batch]) -> None:
         """Give the lane the batches of its next steps."""
         block = self.task.stack(drawn)
-        rates = torch.tensor([learning_rate(self.recipe, self.done + number) for number in range(len(drawn))])
+        rates = torch.tensor(
+            [learning_rate(self.recipe, self.done + number) for number in range(len(drawn))],
+            dtype=torch.float32 if self.device.type == "cuda" else torch.float64,
+        )
         if not self.inputs:
             self.inputs = tuple(x.to(self.device) for x in (*block, rates))
             self.metrics = torch.zeros(len(drawn), 2, device=self.device)
@@ -209,7 +212,10 @@ class Lane:
     def _step(self) -> None:
         *batch, rate = (x.index_select(0, self.place)[0] for x in self.inputs)
         for group in self.trainer.optimizer.param_groups:
-            group["lr"].copy_(rate)
+            if self.device.type == "cuda":
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate.item()
         loss = self.task.loss(*batch)
         loss.backward()
         norm = self.task.update(rate)
@@ -305,10 +311,11 @@ def _batch(corpus: Corpus, draw: Draw, step: int) -> Batch:
 
 
 def _put_on_device(optimizer: torch.optim.AdamW, device: torch.device) -> None:
-    """Give an optimizer its learning rate, steps and moments as tensors of the device, all zero."""
+    """Give an optimizer its steps and moments, all zero; on CUDA the learning rate too is then a tensor."""
+    captured = device.type == "cuda"
     for group in optimizer.param_groups:
-        group["lr"] = torch.zeros((), device=device)
-        group["capturable"] = device.type == "cuda"
+        group["lr"] = torch.zeros((), device=device) if captured else 0.0
+        group["capturable"] = captured
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
