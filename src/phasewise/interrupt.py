@@ -11,9 +11,13 @@ class Interrupted(Exception):
     """Work stopped between two steps at the user's wish, with everything done so far on the disk."""
 
 
+class Terminated(Interrupted):
+    """The same, at the wish of a scheduler that sent SIGTERM."""
+
+
 @contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Give a function that says whether Ctrl-C was pressed; a second press interrupts at once.
+def interruptible(number: signal.Signals = signal.SIGINT) -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether Ctrl-C was pressed (or the signal came); a second one acts at once.
 
     Outside the main thread, where no signal arrives, the function always says no.
     """
@@ -21,14 +25,14 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
     pressed = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
 
     def note(_number: int, _frame: FrameType | None) -> None:
         pressed.set()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(number, note)
     try:
         yield pressed.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)

@@ -14,10 +14,12 @@ from phasewise.cli.inspect import inspect
 from phasewise.cli.profile import profile
 from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, leave, one_line
 from phasewise.cli.tokenize import tokenize
+from phasewise.cli.train import train
 
 COMMANDS = {
     "bench": bench,
     "compare": compare,
+    "train": train,
     "extend": extend,
     "evaluate": evaluate,
     "profile": profile,

@@ -30,6 +30,7 @@ from phasewise.train.folder import (
     read,
     read_begun,
     require_free,
+    require_same,
     writing,
 )
 from phasewise.train.kept import keep
@@ -72,7 +73,7 @@ def compare(
         with begin(out, Begun(recipe=recipe, corpus_sha256=prepared.corpus.sha256)):
             return _finish(prepared, out, figure=figure, console=console)
     begun = read_begun(out)
-    _same_recipe(out, begun.recipe, recipe)
+    require_same(out, begun.recipe, recipe)
     if (out / REPORT).exists():
         return _finished(out, figure=figure)
     with held(out):
@@ -158,16 +159,6 @@ def _finished(out: Path, *, figure: bool) -> Comparison:
 def _draw(comparison: Comparison, out: Path) -> None:
     for name in FIGURES:
         draw(comparison, out / name)
-
-
-def _same_recipe(out: Path, begun: CompareRecipe, recipe: CompareRecipe) -> None:
-    before, now = begun.model_dump(), recipe.model_dump()
-    differing = [f"{name} ({before[name]}, now {now[name]})" for name in now if before[name] != now[name]]
-    if differing:
-        raise ValueError(
-            f"{out} was begun with another {', '.join(differing)}: "
-            "resume it as begun, or choose another folder"
-        )
 
 
 def _plan(recipe: CompareRecipe, corpus: Corpus) -> tuple[Windows, ...]:

@@ -52,6 +52,21 @@ def require_free(out: Path) -> None:
         raise _occupied(out)
 
 
+def require_same(out: Path, begun: BaseModel, now: BaseModel, *, free: tuple[str, ...] = ()) -> None:
+    """Raise ValueError naming what differs between two recipes, the fields in `free` aside."""
+    before, after = begun.model_dump(), now.model_dump()
+    differing = [
+        f"{name} ({before[name]}, now {after[name]})"
+        for name in after
+        if name not in free and before[name] != after[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"{out} was begun with another {', '.join(differing)}: "
+            "resume it as begun, or choose another folder"
+        )
+
+
 @contextmanager
 def begin(out: Path, begun: BaseModel) -> Iterator[None]:
     """Make the run folder and its recipe.json, and hold it; ValueError when another process was quicker."""

@@ -50,7 +50,13 @@ def ahead(
 
 def _parts(recipe: TrainRecipe, corpus: Corpus, processes: Processes, step: int) -> tuple[Part, ...]:
     drawn = batch(
-        corpus, "train", step=step, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed
+        corpus,
+        "train",
+        step=step,
+        context=recipe.context,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        packed=recipe.packed,
     )
     scored = int((drawn.targets != NOT_SCORED).sum())
     divisor = torch.tensor(scored / processes.size, dtype=torch.float32)

@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,18 @@ class Processes:
             found = [None] * self.size
             dist.all_gather_object(found, value)
         return found
+
+    def once(self, action: Callable[[], object]) -> None:
+        """Have the first process do something; its ValueError is raised in all."""
+        problem = None
+        if self.first:
+            try:
+                action()
+            except ValueError as error:
+                problem = str(error)
+        told = self.gather(problem)[0]
+        if told is not None:
+            raise ValueError(told)
 
 
 def join(device: torch.device | str) -> Processes:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     field_validator,
@@ -12,11 +13,12 @@ from pydantic import (
 )
 
 from phasewise.data import NAMES
-from phasewise.encodings import named
+from phasewise.encodings import AnyEncodingConfig, RoPEConfig, named
 from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
 from phasewise.model import ModelConfig
 from phasewise.train.initial import Initial
-from phasewise.train.schedule import AnySchedule, Cosine
+from phasewise.train.schedule import AnySchedule, Cosine, from_text
+from phasewise.train.sizes import SIZES
 
 Value = TypeVar("Value")
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -80,19 +82,13 @@ class Budget(BaseModel):
         return self.steps * self.batch_size * self.context
 
 
-class TrainRecipe(Budget):
-    """One training run, whole: with the corpus it determines every loss to the last digit.
+class Execution(Budget):
+    """How a training computes its steps and watches them."""
 
-    >>> from phasewise.encodings import RoPEConfig
-    >>> model = ModelConfig(vocab_size=256, width=32, layers=1, heads=2, encoding=RoPEConfig())
-    >>> TrainRecipe(model=model, seed=0, steps=100, warmup=10).trained_tokens
-    204800
-    """
-
-    model: ModelConfig
-    seed: Seed
-    initial: Initial | None = None
-    """Another model's weights to start from; none: fresh ones, drawn from the seed."""
+    seed: Seed = 0
+    """Of the first weights, the batches and the dropout."""
+    packed: bool = False
+    """Fill each row with whole documents that do not see each other, instead of a piece of one."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What matrix products are computed in; weights, positions and the loss are float32 in any case."""
     compile: bool = False
@@ -117,6 +113,81 @@ class TrainRecipe(Budget):
                 f"accumulate {self.accumulate}: choose a multiple of {processes * self.accumulate}"
             )
         return rows
+
+
+class TrainRecipe(Execution):
+    """One training run, whole: with the corpus it determines every loss to the last digit.
+
+    >>> from phasewise.encodings import RoPEConfig
+    >>> model = ModelConfig(vocab_size=256, width=32, layers=1, heads=2, encoding=RoPEConfig())
+    >>> TrainRecipe(model=model, seed=0, steps=100, warmup=10).trained_tokens
+    204800
+    """
+
+    model: ModelConfig
+    initial: Initial | None = None
+    """Another model's weights to start from; none: fresh ones, drawn from the seed."""
+
+
+class RunRecipe(Execution):
+    """What `phasewise train` reads: a training whose vocabulary is that of its data.
+
+    >>> RunRecipe(size="124M", encoding="pope", vocabulary_multiple=128).training(vocab_size=50257).model.vocab_size
+    50304
+    """
+
+    size: str = "10M"
+    """Shape of the model; the options below change parts of it."""
+    width: Annotated[int, Field(ge=1, le=2**14)] | None = None
+    """Width of the model, if not the size's."""
+    layers: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Layers, if not the size's."""
+    heads: Annotated[int, Field(ge=1, le=2**10)] | None = None
+    """Attention heads, if not the size's."""
+    kv_heads: Annotated[int, Field(ge=1, le=2**10)] | None = None
+    """Heads of keys and values; none given: as many as heads."""
+    head_dim: Annotated[int, Field(ge=1, le=2**12)] | None = None
+    """Width of a head; none given: width / heads."""
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    """Feed-forward, 4 (gelu) or 8/3 (swiglu) times the width."""
+    hidden: Annotated[int, Field(ge=1, le=2**17)] | None = None
+    """Width of the feed-forward, if not that."""
+    tied: bool | None = None
+    """Whether the head shares the embedding's weight, if not as the size has it."""
+    qk_norm: bool = False
+    """Normalise each head's queries and keys."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout in training."""
+    window: Annotated[int, Field(ge=1, le=2**40)] | None = None
+    """Distance below which a query sees keys, itself counted; none given: all."""
+    encoding: Annotated[AnyEncodingConfig, BeforeValidator(from_text)] = RoPEConfig()
+    """Encoding: rope | pope | tapa | nope | alibi, or its settings as JSON."""
+    vocabulary_multiple: int = Field(default=1, ge=1, le=2**12)
+    """Round the model's vocabulary up to a multiple of this; 128 suits matrix products on a GPU."""
+
+    @field_validator("size")
+    @classmethod
+    def _known_size(cls, name: str) -> str:
+        if name not in SIZES:
+            raise ValueError(f"unknown size {name!r}; choose from {', '.join(SIZES)}")
+        return name
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        self.training(vocab_size=1)
+        return self
+
+    def training(self, *, vocab_size: int) -> TrainRecipe:
+        """The recipe of the training on data with that many kinds of tokens."""
+        shape = SIZES[self.size]._asdict()
+        given = {
+            name: getattr(self, name) for name in RunRecipe.model_fields if name in ModelConfig.model_fields
+        }
+        shape |= {name: value for name, value in given.items() if value is not None}
+        multiple = self.vocabulary_multiple
+        model = ModelConfig.model_validate({**shape, "vocab_size": -(-vocab_size // multiple) * multiple})
+        settings = {name: getattr(self, name) for name in Execution.model_fields}
+        return TrainRecipe(**settings, model=model)
 
 
 PLACEMENT = ("sharding", "accumulate", "recompute", "compile")
