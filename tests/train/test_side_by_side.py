@@ -148,7 +148,8 @@ def test_folder_of_another_recipe_is_refused(tmp_path):
     ("changes", "words"),
     [
         ({"steps": 10}, r"one number of steps, not \[8, 10\]"),
-        ({"accumulate": 3}, "leave out accumulate"),
+        ({"accumulate": 3}, "leave out .*accumulate"),
+        ({"packed": True}, "leave out packed"),
         ({"evaluate_every": 2}, "leave out .* evaluate_every"),
         ({"checkpoint_every": 3}, "checkpoint_every 3 is no multiple of 2"),
     ],

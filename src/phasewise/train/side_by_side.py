@@ -333,10 +333,10 @@ def _check(recipes: Mapping[str, TrainRecipe], block: int) -> None:
     if len(steps) > 1:
         raise ValueError(f"side by side all models take one number of steps, not {sorted(steps)}")
     for name, recipe in recipes.items():
-        if recipe.accumulate > 1 or recipe.sharding != "replicated" or recipe.evaluate_every is not None:
+        if recipe.packed or recipe.accumulate > 1 or recipe.sharding != "replicated" or recipe.evaluate_every:
             raise ValueError(
-                f"{name}: side by side a step takes its whole batch on one device and measures nothing; "
-                "leave out accumulate, sharding and evaluate_every"
+                f"{name}: side by side a step takes its whole batch, unpacked, on one device and measures nothing; "
+                "leave out packed, accumulate, sharding and evaluate_every"
             )
         if recipe.checkpoint_every % block:
             raise ValueError(
