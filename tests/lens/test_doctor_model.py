@@ -121,6 +121,14 @@ def test_base_lost_between_versions_is_found_as_ten_thousand():
     assert "as with a base of 10 000" in finding(doctor(model), "rates").said
 
 
+def test_settings_that_the_reader_lost_are_found(tmp_path, monkeypatch):
+    tiny("mistral").save_pretrained(tmp_path)
+    monkeypatch.setattr("phasewise.hf.checkpoint.load", lambda *_path, **_options: tiny("llama"))
+    found = doctor(tmp_path)
+    assert said(found) == ["config read"]
+    assert "base=1000000.0" in finding(found, "config read").evidence["stated"]
+
+
 def test_scaling_replaced_after_loading_is_found():
     model = tiny("llama, llama3 rule")
     model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0}
@@ -284,6 +292,14 @@ def test_folders_of_both_kinds_are_examined_in_the_dtype_they_are_served_in(tmp_
     for name in ("theirs", "ours"):
         found = doctor(tmp_path / name, dtype="bfloat16", length=256)
         assert (found.dtype, said(found)) == ("bfloat16", [])
+
+
+def test_phase_error_by_position_and_turns_are_kept():
+    found = doctor(tiny("llama"), length=512)
+    assert found.phase_error.x[-1] == 511
+    assert max(found.phase_error.y) < 1e-4
+    trained, served = found.turns
+    assert (trained.y[0], served.y[0]) == pytest.approx((256 / (2 * math.pi), 512 / (2 * math.pi)))
 
 
 def test_dynamic_rule_is_judged_at_the_length_served():

@@ -65,10 +65,20 @@ class Check(Values):
     said: str = ""
 
 
+class Curve(Values):
+    """A measured line."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+
 class Diagnosis(Values):
     """What was found in a checkpoint when it serves `length` tokens.
 
-    trained_length: tokens; None where nothing says it. partial: None, or what was left out.
+    trained_length: tokens; None where nothing says it. turns: of each frequency, in training and when served.
+    phase_error: by position, radians, of the layer and frequency that are furthest off. partial: None, or what
+    was left out.
     """
 
     checkpoint: str
@@ -78,6 +88,8 @@ class Diagnosis(Values):
     trained_length: int | None
     findings: tuple[Finding, ...]
     checks: tuple[Check, ...]
+    turns: tuple[Curve, ...] = ()
+    phase_error: Curve | None = None
     partial: str | None = None
 
     @property

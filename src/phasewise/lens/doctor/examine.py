@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 
 from phasewise.encodings import PoPEConfig, RoPEConfig
-from phasewise.frequencies_hf import RopeSettings, from_hf
+from phasewise.encodings.spectral import Spectral
+from phasewise.frequencies_hf import RopeSettings
 from phasewise.lens.doctor import agreement, config, engines, own, reach, rotation, sizes
-from phasewise.lens.doctor.diagnosis import Check, Diagnosis, Finding, NotMade
+from phasewise.lens.doctor.diagnosis import Check, Curve, Diagnosis, Finding, NotMade
 from phasewise.lens.doctor.examined import Examined, Result, Wanted
 from phasewise.lens.doctor.opening import Case, first_line, open_case
 from phasewise.lens.doctor.patient import HFPatient, OwnPatient
+from phasewise.lens.doctor.reach import Field
 from phasewise.lens.doctor.written import Written, whole_number
 from phasewise.model import ModelConfig
 from phasewise.model.reading import require_count
@@ -39,6 +41,7 @@ WRITTEN_CHECKS: dict[str, Callable[[Written], Any]] = {
     "attention factor": engines.attention,
 }
 MODEL_CHECKS: dict[str, Callable[[Examined], Result]] = {
+    "config read": rotation.config_read,
     "buffers": rotation.buffers,
     "rates": rotation.rates,
     "phases": rotation.phases,
@@ -59,6 +62,17 @@ NEEDS_RATES = ("phases", "pairing")
 class _Notes:
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    turns: tuple[Curve, ...] = ()
+
+    def add_fields(self, fields: Callable[[], list[Field]]) -> None:
+        """Check the reach of every field, and keep its turns."""
+
+        def check() -> Result:
+            found = fields()
+            self.turns = tuple(curve for one in found for curve in one.turns())
+            return [finding for one in found for finding in one.findings()], reach.said(found)
+
+        self.add("field", check)
 
     def add(self, name: str, check: Callable[[], Result]) -> bool:
         """Make a check; whether it passed."""
@@ -113,8 +127,11 @@ def doctor(
         trained = _of_config(case.written, notes, wanted_length)
     else:
         wanted_length, trained = length or trained_length or DEFAULT_LENGTH, trained_length
-        _of_own_config(case.own, notes, wanted_length, trained)
-    partial_said = None
+        assert case.own is not None
+        settings = case.own
+        notes.add("contradictions", lambda: ([], "every setting has one value"))
+        notes.add_fields(lambda: _own_fields(settings, wanted_length, trained))
+    partial_said = phase_error = None
     if case.patient is None:
         for name in MODEL_CHECKS:
             notes.skip(name, "needs the weights")
@@ -122,6 +139,8 @@ def doctor(
         examined = _examined(case, wanted_length, trained)
         with _progress(console) as progress:
             partial_said = _of_model(examined, notes, progress, stop)
+        if any(check.name == "phases" and check.outcome != "not made" for check in notes.checks):
+            phase_error = rotation.error_by_position(examined)
     return Diagnosis(
         checkpoint=case.name,
         family=case.family,
@@ -132,6 +151,8 @@ def doctor(
             sorted(notes.findings, key=lambda found: ("wrong", "warning", "note").index(found.severity))
         ),
         checks=tuple(notes.checks),
+        turns=notes.turns,
+        phase_error=phase_error,
         partial=partial_said,
     )
 
@@ -164,7 +185,7 @@ def _of_config(written: Written, notes: _Notes, length: int) -> int | None:
     notes.add("contradictions", lambda: ([], "every setting has one value"))
     notes.add("dynamic", lambda: (list(engines.dynamic(written, rules, length)), ""))
     notes.add("short inputs", lambda: (list(engines.short_inputs(rules, length)), ""))
-    notes.add("field", lambda: _field(written, settings, length))
+    notes.add_fields(lambda: _fields(written, settings, length))
     return _trained(written)
 
 
@@ -174,80 +195,66 @@ def _trained(written: Written) -> int | None:
     return min(known) if known else written.longest
 
 
-def _field(written: Written, settings: Mapping[str | None, RopeSettings | None], length: int) -> Result:
+def _fields(written: Written, settings: Mapping[str | None, RopeSettings | None], length: int) -> list[Field]:
+    """The fields of every layer type that sees further than it was trained to; NotMade where sizes are missing."""
     trained, width = _trained(written), written.head_dim
     if trained is None or width is None:
-        raise NotMade(
-            "the config says no trained length" if trained is None else "the config says no head width"
-        )
-    longest = max(trained, whole_number(written.longest) or trained)
+        raise NotMade(f"the config says no {'trained length' if trained is None else 'head width'}")
     window = whole_number(written.config.get("sliding_window"))
-    found, rules = [], []
+    lengths = {"length": length, "trained": trained, "longest": max(trained, written.longest or trained)}
+    found = []
     for layer, one in settings.items():
         if one is None or (layer == "sliding_attention" and window is not None and window <= trained):
             continue
-        n = one.channels(width)
         where = "" if layer is None else f" of {layer}"
-        found += reach.beyond(
-            one.frequencies, n, where=where, length=length, trained=trained, longest=longest
-        )
-        rules.append((one.frequencies, n))
-    return found, reach.said(rules, length)
+        found.append(Field(one.frequencies, one.channels(width), where=where, **lengths))
+    return found
 
 
-def _of_own_config(settings: ModelConfig | None, notes: _Notes, length: int, trained: int | None) -> None:
-    assert settings is not None
-    unique = {encoding: index for index, encoding in reversed(list(enumerate(settings.encodings)))}
-
-    def field_of_each() -> Result:
-        if trained is None:
-            raise NotMade("the trained length is not known; give it as trained_length")
-        found, rules = [], []
-        for encoding, index in unique.items():
-            if not isinstance(encoding, RoPEConfig | PoPEConfig):
-                continue
+def _own_fields(settings: ModelConfig, length: int, trained: int | None) -> list[Field]:
+    if trained is None:
+        raise NotMade("the trained length is not known; give it as trained_length")
+    first = {encoding: index for index, encoding in reversed(list(enumerate(settings.encodings)))}
+    found = []
+    for encoding, index in first.items():
+        if isinstance(encoding, RoPEConfig | PoPEConfig):
             built = encoding.build(num_heads=settings.heads, head_dim=settings.head_dim)
-            n = built.channels // built.axes
-            where = "" if len(unique) == 1 else f" of layer {index}"
-            polar = isinstance(encoding, PoPEConfig)
-            lengths = {"length": length, "trained": trained, "longest": trained}
-            found += reach.beyond(encoding.frequencies, n, where=where, polar=polar, **lengths)
-            rules.append((encoding.frequencies, n))
-        if not rules:
-            raise NotMade("no layer has rates")
-        return found, reach.said(rules, length)
-
-    notes.add("contradictions", lambda: ([], "every setting has one value"))
-    notes.add("field", field_of_each)
+            where = "" if len(first) == 1 else f" of layer {index}"
+            n, polar = built.channels // built.axes, isinstance(encoding, PoPEConfig)
+            found.append(Field(encoding.frequencies, n, length, trained, trained, where=where, polar=polar))
+    if not found:
+        raise NotMade("no layer has rates")
+    return found
 
 
 def _examined(case: Case, length: int, trained: int | None) -> Examined:
     assert case.patient is not None
-    wanted, unreadable = {}, None
+    wanted, stated, unreadable = {}, {}, None
     if isinstance(case.patient, HFPatient):
+        text = case.patient.config.get_text_config()
+        layer_types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
         try:
-            wanted = _wanted(case.patient.model)
+            wanted = _by_layer(Written(case.patient.config.to_dict()), layer_types)
+            assert case.written is not None
+            stated = _by_layer(case.written, layer_types)
         except ValueError as error:
             unreadable = first_line(error)
     else:
         assert isinstance(case.patient, OwnPatient)
         for layer, encoding in case.patient.encodings():
-            if hasattr(encoding, "frequencies"):
-                wanted[layer] = Wanted(encoding.frequencies, encoding.channels // encoding.axes)  # type: ignore[arg-type]
-    return Examined(case.patient, wanted, unreadable, length, trained)
+            if isinstance(encoding, Spectral):
+                wanted[layer] = stated[layer] = Wanted(
+                    encoding.frequencies, encoding.channels // encoding.axes
+                )
+    return Examined(case.patient, wanted, stated, unreadable, length, trained)
 
 
-def _wanted(model: Any) -> dict[int, Wanted]:
-    """What the config of a loaded decoder asks of each layer."""
-    read = from_hf(model.config)
-    text = model.config.get_text_config()
-    width = Written(text.to_dict()).head_dim
+def _by_layer(written: Written, layer_types: Sequence[str | None]) -> dict[int, Wanted]:
+    """What a config asks of each layer that turns."""
+    settings, width = written.settings(), written.head_dim
     if width is None:
         raise ValueError("the config says no head width")
-    if isinstance(read, RopeSettings):
-        each: list[RopeSettings | None] = [read] * text.num_hidden_layers
-    else:
-        each = [read.get(layer_type) for layer_type in text.layer_types]
+    each = [settings[None] if None in settings else settings.get(layer_type) for layer_type in layer_types]
     return {
         layer: Wanted(one.frequencies, one.channels(width))
         for layer, one in enumerate(each)

@@ -41,11 +41,13 @@ class Read:
 class Examined:
     """A model under examination.
 
-    wanted: by layer; those without rates are left out. unreadable: why there is none. trained: tokens.
+    wanted: by layer, from the config that the model holds; those without rates are left out. stated: the same
+    from config.json. unreadable: why there is none. trained: tokens.
     """
 
     patient: Patient
     wanted: Mapping[int, Wanted]
+    stated: Mapping[int, Wanted]
     unreadable: str | None
     length: int
     trained: int | None

@@ -126,6 +126,11 @@ class HFPatient(Patient):
     model: nn.Module
     reader: HFReader
 
+    @property
+    def config(self) -> Any:
+        """What the model says it was built from."""
+        return self.model.config
+
     def logits(self, tokens: Tensor, at: Positions) -> Tensor:
         return self._call(tokens, at, at.segment != PADDING).logits.float()
 

@@ -8,54 +8,94 @@ states a longer one, that length at the rate in use there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from phasewise.frequencies import Explicit, Frequencies, Geometric
-from phasewise.lens.doctor.diagnosis import Finding
+from phasewise.lens.doctor.diagnosis import Curve, Finding
 
 TURN = 2 * math.pi
 SLACK = 1 + 1e-6
 
 
-def beyond(
-    rule: Frequencies, n: int, *, where: str, length: int, trained: int, longest: int, polar: bool = False
-) -> Iterator[Finding]:
-    """A finding when frequencies of `rule` on n channels leave the field they were trained in.
+@dataclass(frozen=True)
+class Field:
+    """How far the frequencies of a rule on n channels went in training, and go when `length` tokens are served.
 
-    trained: the original length, longest: the length the checkpoint says it serves, in tokens. polar: PoPE's,
-    which lose less by it.
+    trained: the original length, longest: the length the checkpoint says it serves, in tokens. where: which
+    layers, in words. polar: PoPE's, which lose less by leaving their field.
     """
-    base = getattr(rule, "base", None)
-    plain = rule.rates(n, length=trained) if base is None else Geometric(base=base).rates(n)
-    seen = plain * trained
-    if longest > trained and not isinstance(rule, Explicit):
-        seen = seen.maximum(rule.rates(n, length=longest) * longest)
-    served = rule.rates(n, length=length) * length
-    out = (seen < TURN) & (served > seen * SLACK)
-    if not out.any():
-        return
-    first = int(out.nonzero()[0])
-    yield Finding(
-        check="field",
-        severity="note" if polar else "warning",
-        said=f"{int(out.sum())} of {n} frequencies{where} turn further than in training, where they made less "
-        "than one turn",
-        evidence={
-            "length": length,
-            "trained length": trained,
-            "length stated": longest,
-            "frequencies beyond": int(out.sum()),
-            "first of them": first,
-            "its turns in training": seen[first].item() / TURN,
-            "its turns when served": served[first].item() / TURN,
-            "largest reach beyond": (served / seen)[out].max().item(),
-        },
-        remedy="ask `phasewise advise` for a scaling, or serve at most the length stated",
-        by_hand="which scaling keeps this checkpoint's answers is measured, not read off a config",
-    )
+
+    rule: Frequencies
+    n: int
+    length: int
+    trained: int
+    longest: int
+    where: str = ""
+    polar: bool = False
+
+    @property
+    def seen(self) -> Tensor:
+        """Radians that each frequency turned through in training, float64 [n]."""
+        base = getattr(self.rule, "base", None)
+        plain = (
+            self.rule.rates(self.n, length=self.trained)
+            if base is None
+            else Geometric(base=base).rates(self.n)
+        )
+        seen = plain * self.trained
+        if self.longest == self.trained or isinstance(self.rule, Explicit):
+            return seen
+        return seen.maximum(self.rule.rates(self.n, length=self.longest) * self.longest)
+
+    @property
+    def served(self) -> Tensor:
+        """Radians that each turns through at the length served, float64 [n]."""
+        return self.rule.rates(self.n, length=self.length) * self.length
+
+    def findings(self) -> Iterator[Finding]:
+        """One when frequencies that made less than a turn in training go further."""
+        seen, served = self.seen, self.served
+        out = (seen < TURN) & (served > seen * SLACK)
+        if not out.any():
+            return
+        first = int(out.nonzero()[0])
+        yield Finding(
+            check="field",
+            severity="note" if self.polar else "warning",
+            said=f"{int(out.sum())} of {self.n} frequencies{self.where} turn further than in training, where they "
+            "made less than one turn",
+            evidence={
+                "length": self.length,
+                "trained length": self.trained,
+                "length stated": self.longest,
+                "frequencies beyond": int(out.sum()),
+                "first of them": first,
+                "its turns in training": seen[first].item() / TURN,
+                "its turns when served": served[first].item() / TURN,
+                "largest reach beyond": (served / seen)[out].max().item(),
+            },
+            remedy="ask `phasewise advise` for a scaling, or serve at most the length stated",
+            by_hand="which scaling keeps this checkpoint's answers is measured, not read off a config",
+        )
+
+    def turns(self) -> tuple[Curve, Curve]:
+        """Full turns of each frequency in training and when served."""
+        x = tuple(float(place) for place in range(self.n))
+        return tuple(
+            Curve(name=f"{name}{self.where}, {length:,} tokens", x=x, y=tuple((angle / TURN).tolist()))
+            for name, length, angle in (
+                ("in training", self.trained, self.seen),
+                ("served", self.length, self.served),
+            )
+        )  # type: ignore[return-value]
 
 
-def said(rules: list[tuple[Frequencies, int]], length: int) -> str:
+def said(fields: Sequence[Field]) -> str:
     """What was measured where nothing is beyond: the slowest frequency's turns."""
-    turns = [rule.rates(n, length=length).min().item() * length / TURN for rule, n in rules]
-    return f"slowest frequency makes {min(turns):.3g} turns in {length:,} tokens" if turns else ""
+    least = min((field.served.min().item() / TURN for field in fields), default=None)
+    return (
+        "" if least is None else f"slowest frequency makes {least:.3g} turns in {fields[0].length:,} tokens"
+    )

@@ -13,7 +13,7 @@ from torch import Tensor
 from phasewise.encodings import RoPE
 from phasewise.frequencies import Frequencies, Geometric, Proportional, YaRN
 from phasewise.lens.doctor.config import FALLBACK
-from phasewise.lens.doctor.diagnosis import Finding, NotMade, Severity
+from phasewise.lens.doctor.diagnosis import Curve, Finding, NotMade, Severity
 from phasewise.lens.doctor.examined import READ_TOKENS, Examined, Read, Result, Wanted, rounding
 from phasewise.lens.doctor.patient import OwnPatient, Turned
 
@@ -40,6 +40,28 @@ SmolLM2-135M: in use further apart in none of 30 layers, 0.55 against 0.86 in ln
 in the other order in all 30, 1.10 against 0.56. Without training, either is nearer by chance: 8 of 8 in 1 of 256."""
 
 RELOAD = "build the model again from the corrected config, as `from_pretrained` does"
+
+
+def config_read(examined: Examined) -> Result:
+    """Whether the config that the model holds says what config.json says."""
+    wanted = examined.rules()
+    other = [layer for layer, want in wanted.items() if examined.stated.get(layer, want).rule != want.rule]
+    if not other:
+        return [], "the model holds the rule of config.json"
+    layer = other[0]
+    found = Finding(
+        check="config read",
+        severity="wrong",
+        said="the model was built from other settings than config.json states: its reader lost some",
+        evidence={
+            "layers": f"{len(other)} of {len(wanted)}",
+            "stated": str(examined.stated[layer].rule),
+            "held": str(wanted[layer].rule),
+        },
+        remedy="write the settings in the form that this version of the reader takes",
+        by_hand="which form its reader takes is not in the config",
+    )
+    return [found], ""
 
 
 def buffers(examined: Examined) -> Result:
@@ -192,6 +214,13 @@ def phases(examined: Examined) -> Result:
         return [found.finding()], ""
     count, last = len(places(examined.length)), examined.length - 1
     return [], f"at most {found.largest:.1e} radians off at {count} places up to {last:,}"
+
+
+def error_by_position(examined: Examined) -> Curve:
+    """The largest phase error at each place up to the length served."""
+    found = _measured(examined, examined.rules(), examined.length)
+    x, y = found.index.double().tolist(), found.off.max(1).values.tolist()
+    return Curve(name=f"layer {found.turned.layer}", x=tuple(x), y=tuple(y))
 
 
 @dataclass(frozen=True)
