@@ -1,0 +1,98 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments import indirect_indexing, jsb_chorales
+from phasewise.data import load
+from phasewise.train.recipe import TrainRecipe
+
+CPU = torch.device("cpu")
+RECIPES = Path(indirect_indexing.__file__).parent / "recipes"
+
+
+def small(name, **changes):
+    """An experiment's recipe with a small model and few steps."""
+    given = TrainRecipe.model_validate_json((RECIPES / f"{name}.json").read_text())
+    sizes = {"width": 16, "head_dim": 8, "hidden": 32, "heads": 2, "kv_heads": 2, "layers": 1}
+    model = given.model.model_copy(update=sizes)
+    budget = {
+        "steps": 8,
+        "warmup": 2,
+        "batch_size": 2,
+        "checkpoint_every": 8,
+        "compile": False,
+        "precision": "float32",
+    }
+    return given.model_copy(update={**budget, "model": model, **changes})
+
+
+@pytest.mark.parametrize("name", ["indirect-indexing-pope", "indirect-indexing-rope", "jsb-pope", "jsb-rope"])
+def test_recipes_of_the_two_encodings_differ_in_the_encoding_alone(name):
+    task, _, encoding = name.rpartition("-")
+    mine, other = (json.loads((RECIPES / f"{task}-{kind}.json").read_text()) for kind in (encoding, "pope"))
+    assert mine["model"].pop("encoding")["kind"] == encoding
+    other["model"].pop("encoding")
+    assert mine == other
+
+
+def test_accuracy_is_the_share_of_answers_at_their_places():
+    corpus = load("indirect-indexing")
+    examples = indirect_indexing.Examples.of(corpus, "validation", CPU, 50)
+
+    class Knowing(torch.nn.Module):
+        def forward(self, tokens):
+            logits = torch.zeros(*tokens.shape, corpus.vocab_size)
+            for row, (at, answer) in enumerate(zip(examples.at, examples.answers, strict=True)):
+                logits[row, at, answer if row < 30 else 0] = 1.0
+            return logits
+
+    assert indirect_indexing.accuracy(Knowing(), examples) == 0.6
+    row = examples.tokens[0][: examples.at[0] + 1]
+    assert corpus.decode(np.append(row, examples.answers[0])) == corpus.decode(corpus.split("validation")[0])
+
+
+def test_indirect_indexing_keeps_the_best_checkpoint_and_the_average(tmp_path, monkeypatch):
+    for name, value in {"BLOCK": 2, "EVERY": 4, "WATCHED": 20, "KEPT": 0.5}.items():
+        monkeypatch.setattr(indirect_indexing, name, value)
+    monkeypatch.setattr(indirect_indexing, "accuracy", lambda _model, _examples: next(told))
+    # At steps 4 and 8, average then weights; at the end each one's last and best on two splits.
+    told = iter([0.5, 0.1, 0.4, 0.1, *(0.01 * number for number in range(8))])
+    found = indirect_indexing.run({"pope": small("indirect-indexing-pope")}, tmp_path, CPU)["pope"]
+    assert found["curve"] == [
+        {"steps": 4, "average": 0.5, "weights": 0.1},
+        {"steps": 8, "average": 0.4, "weights": 0.1},
+    ]
+    assert found["average"]["best"]["steps"] == 4
+    assert found["weights"]["best"]["steps"] == 8
+    assert found["average"]["last"] == {"validation": 0.0, "test": 0.01}
+
+
+def test_paired_difference_and_its_interval_are_those_of_students_t():
+    found = jsb_chorales.paired([1.0, 2.0, 3.0, 4.0, 5.0], [0.9, 1.8, 2.7, 3.6, 4.5])
+    assert found["mean"] == pytest.approx(-0.3)
+    assert found["interval_95"] == pytest.approx([-0.3 - 0.196299, -0.3 + 0.196299], abs=1e-5)
+
+
+def test_chorales_keep_the_best_validation_step(tmp_path, monkeypatch):
+    class Found:
+        def __init__(self, loss):
+            self.loss, self.accuracy, self.tokens = loss, 0.5, 7
+
+    told = iter([Found(2.0), Found(2.5), Found(1.0), Found(1.5), Found(3.0), Found(0.9), Found(0.95)])
+    monkeypatch.setattr(jsb_chorales, "BLOCK", 2)
+    monkeypatch.setattr(jsb_chorales, "EVERY", 2)
+    monkeypatch.setattr(jsb_chorales, "likelihood", lambda *_: next(told))
+    given = small("jsb-pope", context=24, data="austen")
+    given = given.model_copy(update={"model": given.model.model_copy(update={"vocab_size": 256})})
+    found = jsb_chorales.run({"pope": given}, load("austen"), tmp_path, CPU)["pope"]
+    assert found["best"] == {
+        "steps": 8,
+        "validation": 0.9,
+        "test": 0.95,
+        "test_accuracy": 0.5,
+        "test_tokens": 7,
+    }
+    assert [point["validation"] for point in found["curve"]] == [2.0, 1.0, 3.0, 0.9]
