@@ -64,7 +64,7 @@ class Spectral(Encoding):
 
     @property
     def separable(self) -> bool:
-        return bool(self._regimes)
+        return len(self._regimes) > 0
 
     def factors(self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions) -> tuple[Tensor, Tensor] | None:
         if not self._regimes:
