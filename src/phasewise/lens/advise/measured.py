@@ -82,8 +82,12 @@ def held_out(corpus: Corpus, split: str, *, wanted: int, tokens: int) -> Corpus:
             f"split of {corpus.name} has {int(given.lengths.max())}: give longer documents or a shorter length"
         )
     chosen = fitting[: -(-tokens // wanted)]
-    each = max(1, round(tokens / len(chosen) / wanted)) * wanted + 1
-    documents = Documents.join([given[int(place)][:each] for place in chosen], vocab_size=corpus.vocab_size)
+    each = max(1, round(tokens / len(chosen) / wanted))
+    windows_in = np.minimum(each, (given.lengths[chosen] - 1) // wanted)
+    starts = [
+        given[int(place)][: count * wanted + 1] for place, count in zip(chosen, windows_in, strict=True)
+    ]
+    documents = Documents.join(starts, vocab_size=corpus.vocab_size)
     return dataclasses.replace(corpus, splits={"test": documents})
 
 
