@@ -123,11 +123,10 @@ def _pretraining(options: Any, stop: Callable[[], bool]) -> _Made:
 def _extension(options: Any, stop: Callable[[], bool]) -> _Made:
     from rich.console import Console
 
-    from phasewise.data import load
+    from phasewise.data import load, tokenizer_of
     from phasewise.lens.advise.advice import Wanted, advise
     from phasewise.lens.advise.measured import Trial
     from phasewise.lens.advise.show import figures, summary, table, words
-    from phasewise.lens.capture import tokenizer_of
 
     if options.head_dim is not None:
         raise ValueError("a checkpoint has its head_dim; leave --head-dim out")

@@ -21,9 +21,9 @@ def inspect(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.data import load
+    from phasewise.data import load, tokenizer_of
     from phasewise.interrupt import Interrupted, interruptible
-    from phasewise.lens.capture import open_checkpoint, tokenizer_of
+    from phasewise.lens.capture import open_checkpoint
     from phasewise.lens.inspect import Request, inspect
     from phasewise.lens.report import check_folder, write_json, write_report
     from phasewise.lens.show import figures, summary, table

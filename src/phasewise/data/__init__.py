@@ -2,7 +2,7 @@
 
 from phasewise.data.batches import NOT_SCORED, Batch, Windows, batch, windows
 from phasewise.data.corpus import Corpus, Documents, Split, Task
-from phasewise.data.sources import NAMES, load
+from phasewise.data.sources import NAMES, load, tokenizer_of
 
 __all__ = [
     "NAMES",
@@ -15,5 +15,6 @@ __all__ = [
     "Windows",
     "batch",
     "load",
+    "tokenizer_of",
     "windows",
 ]

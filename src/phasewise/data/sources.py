@@ -6,8 +6,10 @@ from pathlib import Path
 
 from phasewise.data.corpus import Corpus
 from phasewise.data.genome import genome
+from phasewise.data.igsm import igsm
 from phasewise.data.kinds import Origin
 from phasewise.data.music import chorales, jsb
+from phasewise.data.passkey import NEEDLES, passkey
 from phasewise.data.shards import shards
 from phasewise.data.suite import KINDS as SUITE
 from phasewise.data.suite import suite
@@ -25,8 +27,18 @@ NAMES = (
     "datasets:NAME",
     "shards:PATH",
 )
-NAMES += ("genome:PATH", "midi:PATH", "maestro:PATH", "asap:PATH", "indirect-indexing")
+NAMES += (
+    "genome:PATH",
+    "midi:PATH",
+    "maestro:PATH",
+    "asap:PATH",
+    "igsm:LEVEL",
+    "passkey:LENGTH",
+    "needles:LENGTH",
+)
+NAMES += ("indirect-indexing",)
 TEXT = ("austen", "text", "jsonl", "parquet", "datasets")
+TOKENIZED = (*TEXT, "genome", "igsm", "passkey", "needles")
 NAMES += tuple(f"{kind}:BLOCK" for kind in SUITE)
 
 
@@ -52,7 +64,7 @@ def load(
     takes = {known.partition(":")[0]: known.partition(":")[2] for known in NAMES}
     if kind not in takes or bool(path) != bool(takes[kind]):
         raise ValueError(f"no corpus {name!r}; there are {', '.join(NAMES)}")
-    if tokenizer != "bytes" and kind not in (*TEXT, "genome"):
+    if tokenizer != "bytes" and kind not in TOKENIZED:
         raise ValueError(f"{kind} is not text, so tokenizer={tokenizer!r} has no meaning; leave it out")
     if separator is not None and kind != "text":
         raise ValueError(f"{kind} has documents of its own; leave separator out")
@@ -73,13 +85,24 @@ def load(
             return collect(Origin(data=name, tokenizer=tokenizer))
         case "shards":
             return shards(Path(path).expanduser())
+        case "igsm":
+            return igsm(path, tokenizer)
+        case "passkey" | "needles":
+            needles = 1 if kind == "passkey" else NEEDLES
+            return passkey(_whole(name, path, "length", 1024), needles=needles, tokenizer=tokenizer)
         case _ if kind in SUITE:
-            return suite(kind, _block(name, path))
+            return suite(kind, _whole(name, path, "block length", 16))
         case _:
             return indirect_indexing()
 
 
-def _block(name: str, written: str) -> int:
+def tokenizer_of(folder: str | Path, name: str) -> str:
+    """The tokenizer that `load` takes for corpus `name` to be read by a checkpoint: its own for text, or bytes."""
+    own = Path(folder) / "tokenizer.json"
+    return str(own) if name.partition(":")[0] in TEXT and own.is_file() else "bytes"
+
+
+def _whole(name: str, written: str, what: str, example: int) -> int:
     if not (written.isascii() and written.isdecimal()):
-        raise ValueError(f"{name} needs a block length in tokens, as in {name.partition(':')[0]}:16")
+        raise ValueError(f"{name} needs a {what} in tokens, as in {name.partition(':')[0]}:{example}")
     return int(written)

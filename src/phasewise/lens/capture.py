@@ -44,13 +44,6 @@ def open_checkpoint(
     return HFReader(load(folder, dtype=precision, device=device))
 
 
-def tokenizer_of(folder: str | Path, data: str) -> str:
-    """The tokenizer that `phasewise.data.load` takes for text `data`: the checkpoint's own, or else bytes."""
-    own_tokenizer = Path(folder) / "tokenizer.json"
-    is_text = data.partition(":")[0] in ("austen", "text")
-    return str(own_tokenizer) if is_text and own_tokenizer.is_file() else "bytes"
-
-
 def _own(
     folder: Path, dtype: torch.dtype | None, trained_length: int | None, device: str
 ) -> TransformerReader:

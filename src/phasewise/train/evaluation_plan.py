@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from phasewise.data import Corpus, Windows, load, windows
+from phasewise.data import Corpus, Windows, load, tokenizer_of, windows
+from phasewise.data.sources import TOKENIZED
 from phasewise.evaluate import Needle, passkeys
 from phasewise.evaluate.prefixed import Prefixed
 from phasewise.hf.language_model import LanguageModel, open_language_model
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from phasewise.evaluate.harness import Text
     from phasewise.evaluate.tasks import Tasks
 
-TEXT = ("austen", "text", "jsonl", "parquet", "datasets")
-TOKENIZER = "tokenizer.json"
 UNUSED_TOKENS = 128
 
 
@@ -105,8 +104,9 @@ class Plan:
 
     def _subject(self, name: str, folder: Path) -> Subject:
         recipe, model = self.recipe, self._opened(str(folder))
-        tokenizer = recipe.tokenizer or _own_tokenizer(folder)
-        corpora = tuple(self._corpus(data, tokenizer) for data in recipe.data)
+        tokenizers = [_tokenizer(recipe, folder, data) for data in recipe.data]
+        corpora = tuple(self._corpus(*both) for both in zip(recipe.data, tokenizers, strict=True))
+        tokenizer = next((each for each in tokenizers if each != "bytes"), "bytes")
         measured = tuple(_windows(recipe, corpus) for corpus in corpora)
         for corpus, over in zip(corpora, measured, strict=True):
             _require_vocabulary(name, model.config.vocab_size, corpus, over)
@@ -130,10 +130,9 @@ class Plan:
         return subject
 
     def _corpus(self, data: str, tokenizer: str) -> Corpus:
-        of_text = tokenizer if data.partition(":")[0] in TEXT else "bytes"
-        if (data, of_text) not in self._corpora:
-            self._corpora[data, of_text] = load(data, tokenizer=of_text)
-        return self._corpora[data, of_text]
+        if (data, tokenizer) not in self._corpora:
+            self._corpora[data, tokenizer] = load(data, tokenizer=tokenizer)
+        return self._corpora[data, tokenizer]
 
 
 def _tasks(recipe: EvaluateRecipe) -> "Tasks | None":
@@ -165,9 +164,11 @@ def _names(folders: list[Path]) -> list[str]:
     ]
 
 
-def _own_tokenizer(folder: Path) -> str:
-    own = folder / TOKENIZER
-    return str(own) if own.is_file() else "bytes"
+def _tokenizer(recipe: EvaluateRecipe, folder: Path, data: str) -> str:
+    """The tokenizer of a corpus: the one asked for where it takes any, or else the checkpoint's own."""
+    if recipe.tokenizer is None:
+        return tokenizer_of(folder, data)
+    return recipe.tokenizer if data.partition(":")[0] in TOKENIZED else "bytes"
 
 
 def _prefix(tokenizer: str) -> tuple[int, ...]:
