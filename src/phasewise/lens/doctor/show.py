@@ -6,12 +6,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from phasewise.lens.charts import Axis, Figure, HeatMap, Line, Lines
+from phasewise.lens.charts import Axis, Figure, Line, Lines
 from phasewise.lens.doctor.diagnosis import Diagnosis, Finding, Number
 from phasewise.lens.doctor.repair import Repair
 
 COLOUR = {"wrong": "bold red", "warning": "yellow", "note": "cyan"}
-LEVELS = {"not made": float("nan"), "passed": 0.0, "note": 1.0, "warning": 2.0, "wrong": 3.0}
 
 
 def table(diagnosis: Diagnosis) -> RenderableType:
@@ -65,15 +64,14 @@ def summary(diagnosis: Diagnosis) -> dict[str, str]:
     }
     for place, finding in enumerate(diagnosis.findings, 1):
         said[f"{place}. {finding.severity}: {finding.check}"] = _in_words(finding)
-    for check in diagnosis.checks:
-        if check.outcome != "found":
-            said[f"{check.name}: {check.outcome}"] = check.said or "nothing found"
-    return said
+    for outcome in ("passed", "not made"):
+        said[outcome] = "; ".join(_grouped(diagnosis, outcome))
+    return {name: words for name, words in said.items() if words}
 
 
 def figures(diagnosis: Diagnosis) -> list[Figure]:
-    """The checks as a map, and what was measured: phase error by position, turns of each frequency."""
-    drawn = [_checks(diagnosis)]
+    """What was measured: phase error by position, turns of each frequency."""
+    drawn = []
     if diagnosis.phase_error is not None:
         curve = diagnosis.phase_error
         rows = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if x > 0]
@@ -100,30 +98,6 @@ def figures(diagnosis: Diagnosis) -> list[Figure]:
     return drawn
 
 
-def _checks(diagnosis: Diagnosis) -> Figure:
-    worst = {
-        check.name: max(
-            (LEVELS[finding.severity] for finding in diagnosis.findings if finding.check == check.name),
-            default=LEVELS.get(check.outcome, 0.0),
-        )
-        for check in diagnosis.checks
-    }
-    chart = HeatMap(
-        x=Axis(title=""),
-        y=Axis(title="check"),
-        value=Axis(title="0 passed, 1 note, 2 warning, 3 wrong"),
-        columns=["outcome"],
-        rows=list(worst),
-        z=[[level] for level in worst.values()],
-        notes=[[f"{check.outcome}: {check.said}"] for check in diagnosis.checks],
-        low=0.0,
-    )
-    text = (
-        "Dark: passed. Brighter: a note, a warning, something wrong. Blank: not made; hover for the reason."
-    )
-    return Figure(name="checks", title="Checks", text=text, views={"": chart})
-
-
 def repaired(done: Repair) -> str:
     """What --fix did, a line each."""
     lines = [f"changed: {line}" for line in done.changed] or ["changed: nothing"]
@@ -132,7 +106,9 @@ def repaired(done: Repair) -> str:
 
 def number(value: Number) -> str:
     """Four digits of a float; everything else as it is."""
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+    if isinstance(value, float):
+        return f"{float(f'{value:.4g}'):,.10g}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _in_words(finding: Finding) -> str:
