@@ -44,7 +44,8 @@ def found(x, dout, lengths, encoding, name):
     start = length.cumsum(0) - length
     x = x.clone().requires_grad_()
     phase = next(encoding.parameters(), torch.empty(0, device=x.device))
-    out = short_rows(x, start, length, angle.cos(), angle.sin(), phase, name, WIDTH**-0.5)
+    turn = torch.stack([phase.cos(), phase.sin()]).detach()
+    out = short_rows(x, start, length, angle.cos(), angle.sin(), phase, turn, name, WIDTH**-0.5)
     out.backward(dout)
     return out.detach(), x.grad, [parameter.grad for parameter in encoding.parameters()]
 

@@ -196,7 +196,8 @@ def _attend(
         qkv = torch.stack([attention.query_norm(q), attention.key_norm(k), v], dim=1)
     encoding = attention.encoding
     phase = encoding.delta().float() if isinstance(encoding, PoPE) else cos.new_empty(0)
-    return short_rows(qkv, start, length, cos, sin, phase, kind, scale).flatten(1)
+    turn = torch.stack([phase.cos(), phase.sin()]).detach()
+    return short_rows(qkv, start, length, cos, sin, phase, turn, kind, scale).flatten(1)
 
 
 def _finish(block: Block, x: Tensor, out: Tensor) -> Tensor:
