@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phasewise.data.corpus import Corpus
+from phasewise.data.corpus import Corpus, Task
 from phasewise.data.packing import pack
 from phasewise.positions import Positions
 
@@ -83,7 +83,7 @@ def batch(
             raise ValueError(f"{corpus.name} has whole examples of one answer each; leave packed out")
         _require_row_length(corpus, context)
         examples = documents.take(random.integers(len(documents), size=batch_size))
-        return _stack([_example(example, corpus.task.answer_length) for example in examples], context)
+        return _stack([_example(example, corpus.task) for example in examples], context)
 
     weights = documents.cumulative_rows(context)
     if packed:
@@ -119,7 +119,11 @@ class Windows:
     def scored(self) -> int:
         """How many targets all windows together score."""
         task = self.corpus.task
-        return sum(task.answer_length if task else targets for _, targets in self.spans)
+        if task is None:
+            return sum(targets for _, targets in self.spans)
+        if task.answer_length is not None:
+            return task.answer_length * len(self.spans)
+        return sum(task.answer_of(example) for example in self.corpus.split(self.split)[: len(self.spans)])
 
     def __len__(self) -> int:
         """How many batches there are."""
@@ -146,7 +150,7 @@ class Windows:
             documents.take(np.array([index for index, _ in self.spans])), self.spans, strict=True
         ):
             if task is not None:
-                yield _example(document, task.answer_length)
+                yield _example(document, task)
                 continue
             scored_before, end = 0, min(self.length, targets)
             while scored_before < targets:
@@ -211,9 +215,9 @@ def windows(
     return Windows(corpus, split, length, stride, batch_size, spans)
 
 
-def _example(document: np.ndarray, answer_length: int) -> Row:
+def _example(document: np.ndarray, task: Task) -> Row:
     targets = document[1:].astype(np.int64)
-    targets[:-answer_length] = NOT_SCORED
+    targets[: len(targets) - task.answer_of(document)] = NOT_SCORED
     return document[:-1], targets
 
 

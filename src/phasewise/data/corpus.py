@@ -100,11 +100,20 @@ class Task:
     """A corpus of questions whose answers alone are scored.
 
     row_length: the width every example is padded to, in tokens; examples are never cut.
-    answer_length: how many tokens at the end of an example are its answer.
+    answer_length: how many tokens at the end of an example are its answer; None where answers differ.
+    answer_after: then, the token whose last occurrence in an example ends its question.
     """
 
     row_length: int
-    answer_length: int = 1
+    answer_length: int | None = 1
+    answer_after: int | None = None
+
+    def answer_of(self, example: np.ndarray) -> int:
+        """How many tokens at the end of an example [n] are its answer."""
+        if self.answer_length is not None:
+            return self.answer_length
+        (found,) = np.nonzero(example == self.answer_after)
+        return len(example) - 1 - int(found[-1])
 
 
 @dataclass(frozen=True)
@@ -142,12 +151,12 @@ class Corpus:
         return self.splits[name]
 
 
-def sha256_of(splits: Mapping[str, Split]) -> str:
-    """Hash of every split's name, lengths and tokens (of a generated split: its first 10 000 examples)."""
+def sha256_of(splits: Mapping[str, Split], *, examples: int = HASHED_EXAMPLES) -> str:
+    """Hash of every split's name, lengths and tokens (of a generated split: its first `examples`)."""
     digest = hashlib.sha256()
     for name, split in splits.items():
         whole = isinstance(split, Documents)
-        documents = split.take(np.arange(len(split) if whole else min(len(split), HASHED_EXAMPLES)))
+        documents = split.take(np.arange(len(split) if whole else min(len(split), examples)))
         digest.update(f"{name}:{len(split)}".encode())
         digest.update(np.array([len(document) for document in documents], dtype="<i8").tobytes())
         for document in documents:
