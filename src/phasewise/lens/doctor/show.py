@@ -105,10 +105,10 @@ def repaired(done: Repair) -> str:
 
 
 def number(value: Number) -> str:
-    """Four digits of a float; everything else as it is."""
-    if isinstance(value, float):
-        return f"{float(f'{value:.4g}'):,.10g}"
-    return f"{value:,}" if type(value) is int else str(value)
+    """Whole numbers with commas, others to four digits; everything else as it is."""
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if isinstance(value, float) or type(value) is int else str(value)
 
 
 def _in_words(finding: Finding) -> str:
