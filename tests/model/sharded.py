@@ -51,8 +51,10 @@ def run(name, order, layout, mesh, *, regather=True):
     sharding = Sharding.over(mesh, order=order, regather=regather)
     tokens, targets, at = drawn(layout)
     model = built(name, layout)
-    logits = model(sharding.split(tokens), at=None if at is None else sharding.split(at), sharding=sharding)
-    loss = loss_of(logits, sharding.split(targets), scored=int((targets != -100).sum()))
+    logits = model(
+        sharding.layout.split(tokens), at=None if at is None else sharding.layout.split(at), sharding=sharding
+    )
+    loss = loss_of(logits, sharding.layout.split(targets), scored=int((targets != -100).sum()))
     loss.backward()
     found = {"loss": loss.detach(), **gradients(model)}
     for value in found.values():
@@ -66,7 +68,7 @@ def run_wrapped(mesh, wrap):
     tokens, targets, _ = drawn("plain")
     scored, row = int((targets != -100).sum()), mesh.get_local_rank("data")
     model = wrap(built("pope-geometric", "plain"))
-    mine, wanted = (sharding.split(x[row : row + 1]) for x in (tokens, targets))
+    mine, wanted = (sharding.layout.split(x[row : row + 1]) for x in (tokens, targets))
     loss = loss_of(model(mine, sharding=sharding), wanted, scored=scored)
     (loss * PROCESSES).backward()  # what averages gradients over the processes then gives their sum
     total = loss.detach().clone()

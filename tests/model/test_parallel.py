@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from phasewise.model import Cache
-from phasewise.model.parallel import Sharding
+from phasewise.model.parallel import Layout, Sharding
 from phasewise.positions import Positions
 from tests.model.sharded import CASES, PROCESSES, built, drawn, gradients, loss_of, process
 from tests.model.small import ENCODINGS, model_of, tokens_of
@@ -73,10 +73,8 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_every_process_attends_to_equally_many_pairs_in_zigzag_order(mesh, monkeypatch):
-    monkeypatch.setattr(Sharding, "size", 4)
-    sharding = Sharding.over(mesh)
-    owned = [sharding._chunks_of(rank) for rank in range(4)]
+def test_every_process_attends_to_equally_many_pairs_in_zigzag_order():
+    owned = [Layout(rank, 4).chunks for rank in range(4)]
     assert owned == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert len({sum(chunk + 1 for chunk in chunks) for chunks in owned}) == 1
 
@@ -109,10 +107,9 @@ def test_only_one_layers_gathered_keys_and_values_are_alive_at_a_time(mesh, monk
         ("contiguous", 3, "3 places do not divide into 4 chunks, 1 for each of 4 .* multiple of 4, as 4"),
     ],
 )
-def test_uneven_lengths_are_refused(mesh, monkeypatch, order, length, message):
-    monkeypatch.setattr(Sharding, "size", 4)
+def test_uneven_lengths_are_refused(order, length, message):
     with pytest.raises(ValueError, match=message):
-        Sharding.over(mesh, order=order).split(Positions.arange(length))
+        Layout(0, 4, order).split(Positions.arange(length))
 
 
 def test_unknown_orders_axes_and_a_cache_are_refused(mesh):

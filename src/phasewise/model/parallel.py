@@ -26,6 +26,68 @@ _ALL_GATHER = (
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Which places of a row each of `size` processes holds; this one is number `rank`.
+
+    order: "zigzag" cuts a row into 2n chunks and gives process r the chunks r and 2n - 1 - r, so that all have
+    as much to attend to under a causal mask; "contiguous" gives process r the r-th of n.
+
+    Raises ValueError for an unknown order.
+
+    >>> layout = Layout(rank=1, size=2)
+    >>> layout.chunks, layout.split(torch.arange(8)[None])
+    ((1, 2), tensor([[2, 3, 4, 5]]))
+    """
+
+    rank: int
+    size: int
+    order: Order = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(Order):
+            raise ValueError(f"unknown order {self.order!r}; choose from {', '.join(get_args(Order))}")
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks of a row that this process holds, in the order it holds them."""
+        return self._chunks_of(self.rank)
+
+    @property
+    def count(self) -> int:
+        """How many chunks a row is cut into, all of one length."""
+        return self.size * len(self.chunks)
+
+    @property
+    def held(self) -> list[int]:
+        """The chunks of a row as the processes hold them, one process after the other."""
+        return [chunk for rank in range(self.size) for chunk in self._chunks_of(rank)]
+
+    @overload
+    def split(self, whole: Tensor, *, dim: int = 1) -> Tensor: ...
+    @overload
+    def split(self, whole: Positions) -> Positions: ...
+    def split(self, whole: Tensor | Positions, *, dim: int = 1) -> Tensor | Positions:
+        """What this process holds of tokens, targets or places of whole rows.
+
+        Raises ValueError when their number does not divide into the chunks.
+        """
+        if isinstance(whole, Positions):
+            return Positions(self.split(whole.index), self.split(whole.segment))
+        length = whole.shape[dim]
+        if length % self.count:
+            raise ValueError(
+                f"{length} places do not divide into {self.count} chunks, {len(self.chunks)} for each of "
+                f"{self.size} processes; use a multiple of {self.count}, as "
+                f"{max(length // self.count, 1) * self.count}"
+            )
+        width = length // self.count
+        return torch.cat([whole.narrow(dim, chunk * width, width) for chunk in self.chunks], dim)
+
+    def _chunks_of(self, rank: int) -> tuple[int, ...]:
+        return (rank, 2 * self.size - 1 - rank) if self.order == "zigzag" else (rank,)
+
+
+@dataclass(frozen=True)
 class Sharding:
     """Context parallelism: which places of a row this process holds, and attention over the places of all.
 
@@ -33,9 +95,7 @@ class Sharding:
     alike. Given places travel with the tokens; without any, each chunk of queries is the end of a run of keys,
     which the fastest kernels take.
 
-    group: the processes that share each row. order: "zigzag" cuts a row into 2n chunks and gives process r
-    the chunks r and 2n - 1 - r, so that all have as much to attend to under a causal mask; "contiguous" gives
-    process r the r-th of n.
+    group: the processes that share each row. order: of their places, as `Layout` has it.
     regather: keep this process's keys and values for the backward pass and gather the rest again, so that only
     one layer's are ever whole; False where blocks are checkpointed, which gathers them again anyway.
 
@@ -43,7 +103,7 @@ class Sharding:
 
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> sharding = Sharding.over(dist.init_device_mesh("cpu", (1,), mesh_dim_names=("context",)))
-    >>> sharding.split(torch.arange(4)[None]), sharding.chunks
+    >>> sharding.layout.split(torch.arange(4)[None]), sharding.layout.chunks
     (tensor([[0, 1, 2, 3]]), (0, 1))
     >>> dist.destroy_process_group()
     """
@@ -53,9 +113,7 @@ class Sharding:
     regather: bool = True
 
     def __post_init__(self) -> None:
-        if self.order not in get_args(Order):
-            raise ValueError(f"unknown order {self.order!r}; choose from {', '.join(get_args(Order))}")
-        if self.rank < 0:
+        if self.layout.rank < 0:
             raise ValueError("this process is not of the group; give a group that it belongs to")
 
     @classmethod
@@ -67,39 +125,9 @@ class Sharding:
         return cls(mesh.get_group(axis), **settings)
 
     @property
-    def rank(self) -> int:
-        """The number of this process in the group."""
-        return dist.get_rank(self.group)
-
-    @property
-    def size(self) -> int:
-        """How many processes share a row."""
-        return dist.get_world_size(self.group)
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        """The chunks of a row that this process holds, in the order it holds them."""
-        return self._chunks_of(self.rank)
-
-    @overload
-    def split(self, whole: Tensor, *, dim: int = 1) -> Tensor: ...
-    @overload
-    def split(self, whole: Positions) -> Positions: ...
-    def split(self, whole: Tensor | Positions, *, dim: int = 1) -> Tensor | Positions:
-        """What this process holds of tokens, targets or places of whole rows.
-
-        Raises ValueError when their number does not divide into as many chunks as the order needs.
-        """
-        if isinstance(whole, Positions):
-            return Positions(self.split(whole.index), self.split(whole.segment))
-        count, length = self.size * len(self.chunks), whole.shape[dim]
-        if length % count:
-            raise ValueError(
-                f"{length} places do not divide into {count} chunks, {len(self.chunks)} for each of "
-                f"{self.size} processes; use a multiple of {count}, as {max(length // count, 1) * count}"
-            )
-        width = length // count
-        return torch.cat([whole.narrow(dim, chunk * width, width) for chunk in self.chunks], dim)
+    def layout(self) -> Layout:
+        """What this process holds of every row."""
+        return Layout(dist.get_rank(self.group), dist.get_world_size(self.group), self.order)
 
     def places(self, at: Positions) -> Positions:
         """The places of whole rows, of which this process holds `at`."""
@@ -130,8 +158,8 @@ class Sharding:
             if q_at is not None:
                 out = attention(q, keys, values, encoding, q_at=q_at, k_at=k_at, window=window, impl=impl)
             else:
-                parts = []
-                for part, chunk in zip(q.chunk(len(self.chunks), 2), self.chunks, strict=True):
+                parts, chunks = [], self.layout.chunks
+                for part, chunk in zip(q.chunk(len(chunks), 2), chunks, strict=True):
                     end = (chunk + 1) * part.shape[2]
                     parts.append(
                         attention(
@@ -145,29 +173,20 @@ class Sharding:
     def gather(self, part: Tensor, *, dim: int) -> Tensor:
         """What all processes hold along `dim`, in the order of the row."""
         first = part.movedim(dim, 0).contiguous()
-        whole = first.new_empty(self.size * len(first), *first.shape[1:])
+        whole = first.new_empty(self.layout.size * len(first), *first.shape[1:])
         _ALL_GATHER(whole, first, group=self.group)
-        return self._reordered(whole, self._held_at()).movedim(0, dim)
+        held = self.layout.held
+        return self._reordered(whole, sorted(range(len(held)), key=held.__getitem__)).movedim(0, dim)
 
     def reduce(self, whole: Tensor, *, dim: int) -> Tensor:
         """This process's part of the sum of all processes' `whole`, added in float32 or wider, in fixed order."""
-        sent = self._reordered(whole.movedim(dim, 0), self._row_order()).contiguous()
+        sent = self._reordered(whole.movedim(dim, 0), self.layout.held).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         wide = torch.promote_types(whole.dtype, torch.float32)
-        return received.unflatten(0, (self.size, -1)).sum(0, dtype=wide).to(whole.dtype).movedim(0, dim)
-
-    def _chunks_of(self, rank: int) -> tuple[int, ...]:
-        return (rank, 2 * self.size - 1 - rank) if self.order == "zigzag" else (rank,)
-
-    def _row_order(self) -> list[int]:
-        """The chunks of a row as the processes hold them, one process after the other."""
-        return [chunk for rank in range(self.size) for chunk in self._chunks_of(rank)]
-
-    def _held_at(self) -> list[int]:
-        """Where among these the chunks 0, 1, 2, .. of a row are."""
-        order = self._row_order()
-        return sorted(range(len(order)), key=order.__getitem__)
+        return (
+            received.unflatten(0, (self.layout.size, -1)).sum(0, dtype=wide).to(whole.dtype).movedim(0, dim)
+        )
 
     def _reordered(self, places: Tensor, order: list[int]) -> Tensor:
         """The chunks along the first dimension in another order; the tensor itself where that is the same."""
