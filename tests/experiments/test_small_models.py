@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import indirect_indexing, jsb_chorales
+from experiments import indirect_indexing, jsb_chorales, small_model_speed
 from phasewise.data import load
 from phasewise.train.recipe import TrainRecipe
 
@@ -96,3 +96,14 @@ def test_chorales_keep_the_best_validation_step(tmp_path, monkeypatch):
         "test_tokens": 7,
     }
     assert [point["validation"] for point in found["curve"]] == [2.0, 1.0, 3.0, 0.9]
+
+
+def test_speed_counts_the_steps_of_all_models(monkeypatch):
+    monkeypatch.setattr(small_model_speed, "BLOCK", 2)
+    monkeypatch.setattr(small_model_speed, "BLOCKS", 3)
+    monkeypatch.setattr(small_model_speed, "perf_counter", iter(range(0, 100, 4)).__next__)
+    given = small("indirect-indexing-rope", checkpoint_every=2)
+    assert small_model_speed.ordinary(given, "cpu") == 0.5
+    assert small_model_speed.together({"one": given, "other": given}, "cpu") == 1.0
+    with pytest.raises(ValueError, match="2 steps are too few to time: use 8"):
+        small_model_speed.ordinary(given.model_copy(update={"steps": 2, "warmup": 0}), "cpu")
