@@ -41,6 +41,11 @@ def open_case(checkpoint: Any, *, trained_length: int | None, dtype: str | None,
     precision = floating(dtype)
     if not path.exists():
         raise ValueError(f"no file or folder {path}; give the folder of a checkpoint, or a config.json")
+    if path.is_dir() and not (path / own_folder.CONFIG).exists() and any(path.glob("*.gguf")):
+        if trained_length is not None:
+            raise ValueError("a .gguf file has its trained length; leave trained_length out")
+        patient = _hugging_face(path, precision, device)
+        return Case(str(path), patient.config.model_type, Written(patient.config.to_dict()), None, patient)
     content = read_config(path / own_folder.CONFIG if path.is_dir() else path)
     if not is_hugging_face(content):
         return _of_own(path, content, trained_length, precision, device)
