@@ -192,6 +192,30 @@ def test_a_folder_gives_the_tasks_of_a_group_and_their_mean(model, known, tmp_pa
         known.check(f"blimp:{tmp_path}")
 
 
+@pytest.mark.slow
+def test_cbt_takes_the_word_with_the_likeliest_rest_of_its_sentence(model, known, tmp_path):
+    options = ["dog", "cat", "sea", "crab"]
+    rows = [
+        {
+            "sentences": ["1 A day .", f"2 It was {what} ."],
+            "question": "3 the XXXXX barks .",
+            "answer": answer,
+        }
+        | {"options": options}
+        for what in ("late", "grey", "hot", "dull")
+        for answer in options
+    ]
+    right = 0
+    for row in rows:
+        before = encode(" ".join([*row["sentences"], "3 the"]))
+        scores = [restated(model, before, encode(f" {option} barks ."))[0] for option in options]
+        right += options[scores.index(max(scores))] == row["answer"]
+    (score,) = known.run(harness(model), f"cbt_cn:{lines(tmp_path / 'rows.jsonl', rows)}")
+    assert (score.task, score.examples) == ("cbt_cn", 16)
+    assert score.metrics == {"acc": right / 16}
+    assert 0 < right < 16
+
+
 def test_arc_as_requests_becomes_its_questions(tmp_path):
     document = {"id": "q1", "query": "Question: Which?\nAnswer:", "choices": ["this", "that"], "gold": 1}
     path = lines(tmp_path / "requests.jsonl", [{"doc": document, "idx": number} for number in (0, 1)])

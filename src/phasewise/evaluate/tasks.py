@@ -12,7 +12,8 @@ from lm_eval import simple_evaluate
 from lm_eval.api import task as lm_eval_task
 from lm_eval.tasks import TaskManager
 
-from phasewise.evaluate.documents import local
+from phasewise.evaluate.cbt import DEFINITIONS
+from phasewise.evaluate.documents import Row, local
 from phasewise.evaluate.harness import Harness
 from phasewise.evaluate.score import TaskScore
 
@@ -62,22 +63,31 @@ class Tasks:
                 ) from error
         counts = results["n-samples"]
         scores = [_score(task, results["results"][task], counts[task]["effective"]) for task in counts]
+
         return (*scores, _mean(name.partition(":")[0], scores)) if len(scores) > 1 else tuple(scores)
 
     def _asked(self, name: str, *, limit: int | None) -> Any:
         """What lm-eval takes for a task: its name, or a group of the tasks whose documents are given."""
         found = local(name)
-        wanted = [name.partition(":")[0], *(found.documents if found else ())]
-        for task in wanted:
-            if task not in self._manager.task_index:
-                raise ValueError(f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists those it has")
+        for task in (name.partition(":")[0], *(found.documents if found else ())):
+            if task not in self._manager.task_index and task not in DEFINITIONS:
+                raise ValueError(
+                    f"lm-eval has no task {task!r}; `lm-eval ls tasks` lists those it has, and there are "
+                    f"{', '.join(DEFINITIONS)}"
+                )
         if found is None:
-            return name
-        members = []
-        for task, rows in found.documents.items():
-            splits = DatasetDict(dict.fromkeys(SPLITS, Dataset.from_list(rows[:limit])))
-            members.append({"task": task, "custom_dataset": lambda splits=splits, **_: splits})
-        return {"group": f"local {found.task}", "task": members}
+            return DEFINITIONS.get(name, name)
+        given = {task: _documents(rows[:limit]) for task, rows in found.documents.items()}
+        if found.task in DEFINITIONS:
+            return DEFINITIONS[found.task] | given[found.task]
+        # Only a group's members take their definition from lm-eval and something else beside it.
+        return {"group": f"local {found.task}", "task": [{"task": task} | own for task, own in given.items()]}
+
+
+def _documents(rows: list[Row]) -> dict[str, Any]:
+    """What gives a task these documents, in whatever split it looks for them."""
+    splits = DatasetDict(dict.fromkeys(SPLITS, Dataset.from_list(rows)))
+    return {"custom_dataset": lambda **_: splits}
 
 
 def _score(task: str, found: dict, examples: int) -> TaskScore:
