@@ -128,8 +128,8 @@ def igsm(level: str, tokenizer: str = "bytes") -> Corpus:
     Raises ValueError for another level or tokenizer.
 
     >>> corpus = igsm("medium")
-    >>> corpus.decode(corpus.split("train")[0])[-13:]
-    ' Answer: 19.'
+    >>> corpus.decode(corpus.split("train")[0])[-12:]
+    ' Answer: 21.'
     """
     if level.isdecimal() and 1 <= int(level) <= MOST_OPERATIONS:
         difficulty, operations = _fixed(int(level)), int(level)

@@ -82,7 +82,7 @@ def passkey(length: int, *, needles: int = 1, tokenizer: str = "bytes") -> Corpu
 
     >>> corpus = passkey(256)
     >>> corpus.decode(corpus.split("train")[0])[-31:]
-    '\\nThe pass key of Edith is 13263'
+    '\\nThe pass key of Felix is 23526'
     """
     filler = austen(tokenizer)
     encode = filler.encode
