@@ -120,3 +120,16 @@ def test_negative_seed_is_one_problem():
     with pytest.raises(ValidationError) as refused:
         CompareRecipe(seeds=(-1,))
     assert [problem["loc"] for problem in refused.value.errors()] == [("seeds", 0)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "message"),
+    [
+        ({"context_processes": 2}, 3, "3 processes do not divide into groups of context_processes 2"),
+        ({"context_processes": 2, "context": 10}, 2, "context 10 does not divide .* choose a multiple of 4"),
+        ({"context_processes": 2, "batch_size": 3}, 4, "batch_size 3 does not divide into 2 processes"),
+    ],
+)
+def test_processes_that_cannot_share_rows_are_refused(changes, processes, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(**changes).divide(processes)

@@ -58,6 +58,7 @@ def runs(tmp_path_factory):
         jobs += [
             (str(at / sharding), 0, given),
             (str(at / f"{sharding} in parts"), 0, {**given, "accumulate": 2}),
+            (str(at / f"{sharding} sharing rows"), 0, {**given, "context_processes": 2}),
             (str(at / f"{sharding} from one"), 0, given),
             (str(at / f"{sharding} from two"), 3, given),
             (str(at / f"{sharding} in two sittings"), 3, given),
@@ -70,8 +71,12 @@ def runs(tmp_path_factory):
     return at
 
 
+def metric(folder: Path, name: str):
+    return [json.loads(line)[name] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(folder: Path):
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return metric(folder, "loss")
 
 
 def close(folder, to):
@@ -86,6 +91,15 @@ def close(folder, to):
 @pytest.mark.parametrize("how", ["", " in parts"])
 def test_two_processes_train_what_one_trains(runs, sharding, how):
     close(runs / f"{sharding}{how}", runs / "alone")
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_two_processes_that_share_every_row_train_what_one_trains(runs, sharding):
+    # The last loss and gradient are those of weights that five shared steps made. Gradients themselves are held
+    # to float64's rounding in tests/model/test_parallel.py.
+    for name, rel in (("loss", 2e-6), ("gradient_norm", 2e-5)):
+        mine, other = (metric(runs / run, name) for run in (f"{sharding} sharing rows", "alone"))
+        assert mine == pytest.approx(other, rel=rel)
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phasewise.model import Transformer
+from phasewise.model.parallel import Sharding
 from phasewise.positions import Positions
 from phasewise.train.recipe import TrainRecipe
 
@@ -20,22 +21,26 @@ class Objective(nn.Module):
     products; weights, positions, norms and the loss are float32.
     """
 
-    def __init__(self, model: Transformer, recipe: TrainRecipe) -> None:
+    def __init__(self, model: Transformer, recipe: TrainRecipe, *, sharding: Sharding | None = None) -> None:
         super().__init__()
         self.model = model
+        self.sharding = sharding
         self.narrow = recipe.precision == "bfloat16"
-        self.loss = torch.compile(summed_loss, dynamic=False, fullgraph=True) if recipe.compile else summed_loss
+        self.loss = (
+            torch.compile(summed_loss, dynamic=False, fullgraph=True) if recipe.compile else summed_loss
+        )
         for block in model.blocks:
             forward = block.forward
             if recipe.compile:
-                forward = torch.compile(forward, dynamic=False, fullgraph=True)
+                # What processes say to each other is left out of the graph.
+                forward = torch.compile(forward, dynamic=False, fullgraph=sharding is None)
             if recipe.recompute:
                 forward = partial(checkpoint, forward, use_reentrant=False)
             block.forward = forward
 
     def forward(self, tokens: Tensor, targets: Tensor, at: Positions | None, divisor: Tensor) -> Tensor:
         with autocast(tokens.device, self.narrow):
-            logits = self.model(tokens, at=at)
+            logits = self.model(tokens, at=at, sharding=self.sharding)
         return self.loss(logits, targets) / divisor
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.data import NOT_SCORED, Batch, Corpus, batch
+from phasewise.model.parallel import Layout
 from phasewise.positions import Positions
 from phasewise.train.processes import Processes
 from phasewise.train.recipe import TrainRecipe
@@ -25,8 +26,9 @@ def ahead(
 ) -> Iterator[Iterator[tuple[Part, ...]]]:
     """Give what this process gets of each step's batch, from step `start` on, in parts to accumulate.
 
-    The batch is the same whatever the number of processes and parts: each takes its rows. The divisor makes
-    the mean over processes of the parts' sum the mean loss of the batch's scored tokens.
+    The batch is the same whatever the number of processes and parts: each takes its rows, and of rows
+    that several share its places. The divisor makes the mean over processes of the parts' sum the mean loss of
+    the batch's scored tokens.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as pool:
         coming = deque(
@@ -60,14 +62,21 @@ def _parts(recipe: TrainRecipe, corpus: Corpus, processes: Processes, step: int)
     )
     scored = int((drawn.targets != NOT_SCORED).sum())
     divisor = torch.tensor(scored / processes.size, dtype=torch.float32)
-    rows = recipe.divide(processes.size)
-    starts = [(part * processes.size + processes.rank) * rows for part in range(recipe.accumulate)]
-    return tuple(_sent(drawn, slice(start, start + rows), divisor, processes.device) for start in starts)
+    rows, sharing = recipe.divide(processes.size), recipe.context_processes
+    groups, group = processes.size // sharing, processes.rank // sharing
+    starts = [(part * groups + group) * rows for part in range(recipe.accumulate)]
+    layout = Layout(processes.rank % sharing, sharing) if sharing > 1 else None
+    return tuple(
+        _sent(drawn, slice(start, start + rows), layout, divisor, processes.device) for start in starts
+    )
 
 
-def _sent(drawn: Batch, rows: slice, divisor: Tensor, device: torch.device) -> Part:
+def _sent(drawn: Batch, rows: slice, layout: Layout | None, divisor: Tensor, device: torch.device) -> Part:
     places = drawn.positions if drawn.positions is None else drawn.positions.rows(rows)
     tokens, targets = drawn.tokens[rows], drawn.targets[rows]
+    if layout is not None:
+        tokens, targets = layout.split(tokens), layout.split(targets)
+        places = None if places is None else layout.split(places)
     places = None if places is None else places.to(device)
     if device.type != "cuda":
         return tokens.to(device), targets.to(device), places, divisor.to(device)

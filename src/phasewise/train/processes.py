@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from phasewise.device import usable
 from phasewise.model import Transformer
+from phasewise.model.parallel import Sharding
+from phasewise.train.recipe import Execution
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,15 @@ def replicated(objective: nn.Module, processes: Processes) -> nn.Module:
     if processes.size == 1:
         return objective
     return DistributedDataParallel(objective, gradient_as_bucket_view=True)
+
+
+def shared_rows(recipe: Execution, processes: Processes) -> Sharding | None:
+    """How neighbouring processes share rows, if the recipe has them do so."""
+    if recipe.context_processes == 1:
+        return None
+    shape = processes.size // recipe.context_processes, recipe.context_processes
+    mesh = init_device_mesh(processes.device.type, shape, mesh_dim_names=("data", "context"))
+    return Sharding.over(mesh, "context", regather=not recipe.recompute)
 
 
 def sharded(model: Transformer) -> None:

@@ -16,6 +16,7 @@ from phasewise.data import NAMES
 from phasewise.encodings import AnyEncodingConfig, RoPEConfig, named
 from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
 from phasewise.model import ModelConfig
+from phasewise.model.parallel import Layout
 from phasewise.train.initial import Initial
 from phasewise.train.schedule import AnySchedule, Cosine, from_text
 from phasewise.train.sizes import SIZES
@@ -99,18 +100,32 @@ class Execution(Budget):
     """Parts that each process takes its rows of a batch in, one after another."""
     sharding: Literal["replicated", "sharded"] = "replicated"
     """Of several processes: a whole model in each (DDP), or a part of every weight (FSDP2)."""
+    context_processes: int = Field(default=1, ge=1, le=2**16)
+    """Processes that share each row, for contexts longer than one device holds."""
     evaluate_every: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Steps between measurements of the validation loss; none given: none."""
     evaluate_tokens: int = Field(default=2**16, ge=1, le=10**12)
     """Tokens of the validation split that are scored for it (of a task: examples)."""
 
     def divide(self, processes: int) -> int:
-        """The rows of one part in one process; ValueError when a batch does not divide."""
-        rows, rest = divmod(self.batch_size, processes * self.accumulate)
+        """The rows of one part in one process; ValueError when batch, rows or processes do not divide."""
+        groups, rest = divmod(processes, self.context_processes)
         if rest:
             raise ValueError(
-                f"batch_size {self.batch_size} does not divide into {processes} processes x "
-                f"accumulate {self.accumulate}: choose a multiple of {processes * self.accumulate}"
+                f"{processes} processes do not divide into groups of context_processes "
+                f"{self.context_processes}: choose a divisor"
+            )
+        chunks = Layout(0, self.context_processes).count
+        if self.context_processes > 1 and self.context % chunks:
+            raise ValueError(
+                f"context {self.context} does not divide over context_processes {self.context_processes}: "
+                f"choose a multiple of {chunks}"
+            )
+        rows, rest = divmod(self.batch_size, groups * self.accumulate)
+        if rest:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide into {groups} processes x "
+                f"accumulate {self.accumulate}: choose a multiple of {groups * self.accumulate}"
             )
         return rows
 
@@ -190,7 +205,7 @@ class RunRecipe(Execution):
         return TrainRecipe(**settings, model=model)
 
 
-PLACEMENT = ("sharding", "accumulate", "recompute", "compile")
+PLACEMENT = ("sharding", "context_processes", "accumulate", "recompute", "compile")
 """What may change when a run is resumed: it changes where numbers are computed, and at most how they round."""
 
 

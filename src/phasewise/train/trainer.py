@@ -22,7 +22,7 @@ from phasewise.model import Transformer
 from phasewise.train.objective import Objective, Served
 from phasewise.train.optimizer import build_optimizer, learning_rate
 from phasewise.train.prefetch import Part
-from phasewise.train.processes import Processes, replicated, sharded
+from phasewise.train.processes import Processes, replicated, sharded, shared_rows
 from phasewise.train.recipe import TrainRecipe
 
 RANK_STRIDE = 0x9E3779B97F4A7C15
@@ -39,7 +39,7 @@ class Trainer:
         self.model = Transformer(recipe.model).to(processes.device).train()
         if recipe.initial is not None:
             recipe.initial.fill(self.model)
-        objective = Objective(self.model, recipe)
+        objective = Objective(self.model, recipe, sharding=shared_rows(recipe, processes))
         if recipe.sharding == "sharded" and processes.size > 1:
             sharded(self.model)
             self.objective: torch.nn.Module = objective
