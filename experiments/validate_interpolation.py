@@ -186,7 +186,7 @@ def measured(
     parts = [drawn(task, rows, length, generator) for task in tasks]
     best = torch.stack([task.posterior(*part) for task, part in zip(tasks, parts, strict=True)])
     tokens, targets = (torch.stack([part[i] for part in parts]) for i in (0, 1))
-    sums = {"loss": 0.0, "floor": 0.0, "exact": 0.0, "loss_of_all": 0.0}
+    sums = dict.fromkeys(("loss", "floor", "exact", "loss_of_all"), torch.zeros(len(tasks), device=device))
     pieces = [part.split(2, 1) for part in (tokens, targets, best)]
     for some, wanted, expected in zip(*pieces, strict=True):
         logits = stack(some, frequencies=frequencies)

@@ -149,13 +149,11 @@ def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float]:
 
 def confusion(pairs: Sequence[dict[str, Any]], column: str) -> dict[str, tuple[int, int]]:
     """For each predicted outcome: how many pairs worked, and how many failed."""
-    return {
-        outcome: tuple(
-            sum(pair[column] == outcome and pair["measured"] == seen for pair in pairs)
-            for seen in ("works", "fails")
-        )
-        for outcome in OUTCOMES
-    }
+
+    def count(outcome: str, seen: str) -> int:
+        return sum(pair[column] == outcome and pair["measured"] == seen for pair in pairs)
+
+    return {outcome: (count(outcome, "works"), count(outcome, "fails")) for outcome in OUTCOMES}
 
 
 def confusion_table(pairs: Sequence[dict[str, Any]]) -> str:
