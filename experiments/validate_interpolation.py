@@ -186,7 +186,9 @@ def measured(
     parts = [drawn(task, rows, length, generator) for task in tasks]
     best = torch.stack([task.posterior(*part) for task, part in zip(tasks, parts, strict=True)])
     tokens, targets = (torch.stack([part[i] for part in parts]) for i in (0, 1))
-    sums = dict.fromkeys(("loss", "floor", "exact", "loss_of_all"), torch.zeros(len(tasks), device=device))
+    sums: dict[str, Tensor] = dict.fromkeys(
+        ("loss", "floor", "exact", "loss_of_all"), torch.zeros(len(tasks), device=device)
+    )
     pieces = [part.split(2, 1) for part in (tokens, targets, best)]
     for some, wanted, expected in zip(*pieces, strict=True):
         logits = stack(some, frequencies=frequencies)
