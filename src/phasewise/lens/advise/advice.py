@@ -353,7 +353,7 @@ def disagreements(advised: Sequence[Advised], trained: int, wanted: int) -> tupl
     said = []
     best, measured = tried[0]
     first = min(tried, key=lambda pair: pair[0].rank or len(tried) + 1)
-    if first[0].kind != best.kind:
+    if first[1].loss(wanted) > measured.loss(wanted) + SAME:
         said.append(
             f"{first[0].kind} was predicted best, but loses {first[1].loss(wanted):.3f} nats at {wanted} tokens "
             f"where {best.kind} loses {measured.loss(wanted):.3f}; the verdict follows the measurement"
