@@ -154,14 +154,16 @@ class Sitting:
     stop: Callable[[], bool]
     pending: deque[tuple[int, _Reading]] = field(default_factory=deque)
     stopping: bool = False
+    elsewhere: float = 0.0
+    """Seconds of the present step that were not training."""
 
     def steps(self) -> Iterator[int]:
         """Take the steps that are left; each is yielded when the device has been given it."""
         recipe, processes = self.trainer.recipe, self.trainer.processes
         behind = 1 if processes.device.type == "cuda" else 0
         with ahead(recipe, self.corpus, processes, start=self.done) as batches:
+            started = perf_counter()
             for step, parts in enumerate(batches, start=self.done):
-                started = perf_counter()
                 values = self.trainer.step(step, parts)
                 asked = processes.sum(torch.full_like(values[:1], float(self.stop())))
                 self.pending.append((step, _Reading(torch.cat([values, asked]))))
@@ -171,12 +173,14 @@ class Sitting:
                 saving = stopping or last or _is_due(step, recipe.checkpoint_every)
                 if saving:
                     self._read(0)
-                self.seconds += perf_counter() - started
+                self.seconds += perf_counter() - started - self.elsewhere
+                self.elsewhere = 0.0
                 if saving:
                     self._save(step + 1)
                 if stopping:
                     raise Interrupted(f"step {step + 1} of {recipe.steps}")
                 yield step
+                started = perf_counter()
 
     def _read(self, keep: int) -> None:
         """Take note of the steps taken, all but the last `keep`."""
@@ -207,7 +211,7 @@ class Sitting:
                 batch_size=max(1, VALIDATION_TOKENS // recipe.context),
             )
         ).loss
-        self.seconds -= perf_counter() - started
+        self.elsewhere += perf_counter() - started
         return loss
 
     def _save(self, done: int) -> None:
