@@ -235,7 +235,7 @@ def test_unknown_tasks_and_unreachable_data_are_named_with_the_remedy(model, kno
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach 'baber/piqa' on the Hub")
 
-    monkeypatch.setattr(tasks, "simple_evaluate", unreachable)
+    monkeypatch.setattr(known._manager, "load", unreachable)
     with pytest.raises(
         ValueError, match=r"data of task piqa cannot be had .* give a local file, as piqa:PATH"
     ):

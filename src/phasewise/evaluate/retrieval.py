@@ -89,7 +89,7 @@ def passkeys(
     >>> filler = np.frombuffer(b"It was a dark and stormy night. " * 20, dtype=np.uint8)
     >>> needle = passkeys(filler, encode=str.encode, length=200, depths=[0.5])[0]
     >>> bytes(needle.tokens.tolist())[-25:].decode().strip()
-    'The pass key of Anna is'
+    'The pass key of Susan is'
     """
     _check(length, depths, needles, examples, seed)
     rows: dict[float, list[Needle]] = {depth: [] for depth in depths}

@@ -4,11 +4,11 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset, DatasetDict
 from datasets.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
-from lm_eval import simple_evaluate
+from lm_eval import evaluate
 from lm_eval.api import task as lm_eval_task
 from lm_eval.tasks import TaskManager
 
@@ -42,25 +42,20 @@ class Tasks:
         the mean over them. Raises ValueError as `check` does, and for data that cannot be had.
         """
         asked = self._asked(name, limit=limit)
-        run: Any = simple_evaluate
         with _quiet():
             try:
-                results = run(
-                    model,
-                    tasks=[asked],
-                    task_manager=self._manager,
-                    limit=limit,
-                    bootstrap_iters=0,
-                    log_samples=False,
-                    random_seed=None,
-                    numpy_random_seed=None,
-                    torch_random_seed=None,
-                )
+                loaded = self._manager.load([asked])
             except (ConnectionError, FileNotFoundError, ImportError, AssertionError) as error:
                 reason = str(error).strip().partition("\n")[0]
                 raise ValueError(
                     f"the data of task {name} cannot be had ({reason}): give a local file, as {name}:PATH"
                 ) from error
+            for task in loaded["tasks"].values():
+                if task.get_config("num_fewshot") is None:
+                    task.set_config("num_fewshot", 0)
+            results: Any = evaluate(
+                model, cast(Any, loaded), limit=limit, bootstrap_iters=0, log_samples=False
+            )
         counts = results["n-samples"]
         scores = [_score(task, results["results"][task], counts[task]["effective"]) for task in counts]
 
