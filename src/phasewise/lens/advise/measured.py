@@ -17,6 +17,8 @@ from phasewise.hf.language_model import LanguageModel
 from phasewise.lens.spectrum import Values
 
 LEAST_TOKENS = 16_384
+SENTENCE = "\nThe pass key of Tobias is 12345. Remember it.\n"
+FEWEST_SENTENCES = 4
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -38,7 +40,8 @@ class Trial:
 class Measured(Values):
     """What a setting did. losses: one for each length, ascending, of the same tokens at each.
 
-    retrieval: None where the data are not text, or passkeys were not asked for.
+    retrieval: None where the data are not text, passkeys were not asked for, or the trained length holds less
+    than four such sentences.
     """
 
     losses: tuple[Measurement, ...]
@@ -110,11 +113,13 @@ class Bench:
         self.model, self.device, self.stop = model, device, stop
         self.trial = trial
         self.lengths = trial.lengths or lengths_between(trained, wanted)
-        self.needles = [needles for length in (trained, wanted) if (needles := self._needles(length))]
+        self.needles = [
+            needles for length in (trained, wanted) if (needles := self._needles(length, trained))
+        ]
 
-    def _needles(self, length: int) -> tuple[Needle, ...]:
+    def _needles(self, length: int, trained: int) -> tuple[Needle, ...]:
         encode, documents = self.corpus.encode, self.corpus.split("test")
-        if encode is None or self.trial.examples == 0:
+        if encode is None or self.trial.examples == 0 or trained < FEWEST_SENTENCES * len(encode(SENTENCE)):
             return ()
         return passkeys(
             documents[int(np.argmax(documents.lengths))],
