@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phasewise.data.corpus import Corpus
 from phasewise.data.genome import genome
@@ -16,6 +17,9 @@ from phasewise.data.suite import suite
 from phasewise.data.synthetic import indirect_indexing
 from phasewise.data.text import austen, text
 from phasewise.data.tokenization import collect
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 NAMES = (
     "austen",
@@ -81,8 +85,10 @@ def load(
             return genome(Path(path).expanduser(), tokenizer)
         case "text":
             return text(Path(path).expanduser(), tokenizer=tokenizer, separator=separator)
-        case "jsonl" | "parquet" | "datasets" | "midi" | "maestro" | "asap":
+        case "jsonl" | "parquet" | "datasets":
             return collect(Origin(data=name, tokenizer=tokenizer))
+        case "midi" | "maestro" | "asap":
+            return collect(Origin(data=name), _stderr())
         case "shards":
             return shards(Path(path).expanduser())
         case "igsm":
@@ -100,6 +106,12 @@ def tokenizer_of(folder: str | Path, name: str) -> str:
     """The tokenizer that `load` takes for corpus `name` to be read by a checkpoint: its own for text, or bytes."""
     own = Path(folder) / "tokenizer.json"
     return str(own) if name.partition(":")[0] in TEXT and own.is_file() else "bytes"
+
+
+def _stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def _whole(name: str, written: str, what: str, example: int) -> int:

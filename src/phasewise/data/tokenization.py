@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import ValidationError
 
 from phasewise.data.corpus import SPLITS, Corpus, Documents, sha256_of
@@ -31,6 +32,7 @@ TEXT_UNITS = ("byte", "token")
 AT_ONCE = 1 << 21
 SAVE_EVERY = 1 << 24
 LARGEST_IN_MEMORY = 1 << 28
+ENCODED_AT_ONCE = 64
 
 
 class Progress(Frozen):
@@ -123,8 +125,11 @@ def tokenize(
 def collect(origin: Origin, console: Console | None = None) -> Corpus:
     """The same documents, splits and tokens in memory, for at most 256 MiB of documents.
 
+    console: where to show progress; None: nowhere.
     Raises ValueError as `tokenize` does, and for a larger source.
     """
+    from rich.progress import track
+
     source = open_source(origin)
     documents: dict[str, list[bytes]] = {split: [] for split in SPLITS}
     size = 0
@@ -139,7 +144,14 @@ def collect(origin: Origin, console: Console | None = None) -> Corpus:
             )
     codec = make_codec(origin, lambda: documents["train"])
     is_text = codec.unit in TEXT_UNITS
-    tokens = {split: codec.encode(members) for split, members in documents.items()}
+    tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    groups = [
+        (split, members[start : start + ENCODED_AT_ONCE])
+        for split, members in documents.items()
+        for start in range(0, len(members), ENCODED_AT_ONCE)
+    ]
+    for split, some in track(groups, "Tokenising", console=console, disable=console is None):
+        tokens[split] += codec.encode(some)
     parts = {
         split: Part(
             documents=len(members),

@@ -15,10 +15,12 @@ BY_UNIT = {
     "byte": ("bytes", "bpe:1024", "bpe:8192", "words"),
     "note": ("notes", "steps"),
     "base": ("bases", "kmers:4", "kmers:8"),
+    "k-mer": ("k-mers",),
+    "event": ("events",),
     "token": ("tokens",),
     "character": ("characters",),
 }
-FINEST = {"byte": "character", "note": "note", "base": "base", "token": "token", "character": "character"}
+FINEST = {unit: "character" if unit == "byte" else unit for unit in BY_UNIT}
 VOICES = 4
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WORD = re.compile(r"\w+|[^\w\s]")
