@@ -172,6 +172,13 @@ def test_attention_factor_is_reported_as_each_engine_reads_it(tmp_path):
     assert evidence(tmp_path, wide, "attention factor")["llama.cpp"] == pytest.approx(1.4159, abs=1e-4)
 
 
+def test_factor_applied_twice_is_told_from_one_too_small(tmp_path):
+    for factor, words in ((2.0, "applied twice"), (3.0, "out of its reach")):
+        [found] = [f for f in examine(tmp_path, scaled(factor=factor)).findings if f.check == "factor"]
+        assert words in found.said
+        assert found.evidence["reach"] == factor * 2048
+
+
 def test_truncate_that_is_passed_over_changes_rates_by_what_is_said(tmp_path):
     transformers = pytest.importorskip("transformers", reason="compared with transformers' own rates")
     rope = {**YARN, "rope_theta": 1e6, "truncate": False}
