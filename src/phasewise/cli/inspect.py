@@ -47,7 +47,7 @@ def inspect(arguments: Sequence[str]) -> int:
         queries: int = Request.queries
         """Queries of each row whose attention weights a third form of the energy; 0 leaves it out."""
         trained_length: int | None = None
-        """Tokens a model of this library was trained at; its folder does not say."""
+        """Tokens a model of this library was trained at. None: what its folder says."""
         dtype: str | None = None
         """Read in float32 | bfloat16 | float16. None: as stored."""
         device: str = "cuda" if torch.cuda.is_available() else "cpu"

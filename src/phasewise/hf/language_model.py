@@ -22,6 +22,7 @@ from phasewise.frequencies import AnyFrequencies
 from phasewise.hf.settings import global_settings, native_length, write
 from phasewise.model import Transformer, rescaled
 from phasewise.model import folder as own
+from phasewise.model.history import trained_length
 from phasewise.model.reading import Reader, TransformerReader
 from phasewise.positions import Positions
 
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 class Facts:
     """What is known of a checkpoint before it reads.
 
-    trained_length: tokens of the original training; None where the config does not say, as that of this
-    library's models. native_length: tokens that the checkpoint as it is, its own scaling included, is for.
+    trained_length: tokens of the original training, or of the last stage of a model of this library; None
+    where the folder does not say. native_length: tokens that the checkpoint as it is, its own scaling
+    included, is for.
     """
 
     family: str
@@ -120,7 +122,7 @@ def open_language_model(
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}; give the folder of a checkpoint")
     if not is_hugging_face(folder):
-        model: LanguageModel = _Own(_own(folder, precision, device))
+        model: LanguageModel = _Own(_own(folder, precision, device), trained_length=trained_length(folder))
     else:
         try:
             from phasewise.hf.checkpoint import load
@@ -160,11 +162,11 @@ def _own(folder: Path, dtype: torch.dtype | None, device: torch.device | str) ->
 class _Own(LanguageModel):
     """A model of this library."""
 
-    def __init__(self, network: Transformer) -> None:
+    def __init__(self, network: Transformer, *, trained_length: int | None) -> None:
         super().__init__()
         self.network = network
         vocab_size = network.config.vocab_size
-        self.config = Facts("phasewise", vocab_size, trained_length=None, native_length=None)
+        self.config = Facts("phasewise", vocab_size, trained_length, native_length=trained_length)
         self.eval()
 
     @property
@@ -188,10 +190,10 @@ class _Own(LanguageModel):
         return [encoding for encoding in encodings if isinstance(encoding, RoPEConfig | PoPEConfig)]
 
     def served(self, rule: AnyFrequencies) -> LanguageModel:
-        return _Own(rescaled(self.network, rule))
+        return _Own(rescaled(self.network, rule), trained_length=self.config.trained_length)
 
     def reader(self, *, trained_length: int | None = None) -> Reader:
-        return TransformerReader(self.network, trained_length=trained_length)
+        return TransformerReader(self.network, trained_length=trained_length or self.config.trained_length)
 
     def forward(self, tokens: Tensor, *, at: Positions | None = None, keep: int | None = None) -> Tensor:
         return self.network(tokens, at=at, keep=keep)

@@ -7,6 +7,7 @@ import torch
 from phasewise.device import floating, usable
 from phasewise.hf.language_model import is_hugging_face
 from phasewise.model import folder as own
+from phasewise.model import history
 from phasewise.model.reading import Reader, TransformerReader
 
 
@@ -19,8 +20,8 @@ def open_checkpoint(
 ) -> Reader:
     """The model in `folder`, ready to be read; Hugging Face's config.json names a model_type, ours does not.
 
-    dtype: float32, bfloat16 or float16; None: as stored. trained_length: only for models of this library,
-    whose config does not say it.
+    dtype: float32, bfloat16 or float16; None: as stored. trained_length: only for models of this library;
+    None: what the folder says, where it does.
 
     Raises ValueError for a folder that holds no whole model, weights that are not finite, an architecture
     that is not read, a device that is not there, and options that do not apply.
@@ -53,4 +54,4 @@ def _own(
             raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken")
     if dtype is not None:
         model.to(dtype)
-    return TransformerReader(model, trained_length=trained_length)
+    return TransformerReader(model, trained_length=trained_length or history.trained_length(folder))

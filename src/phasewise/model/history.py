@@ -54,3 +54,9 @@ def read_history(folder: str | Path) -> tuple[Stage, ...]:
         return _STAGES.validate_json(path.read_bytes())
     except ValidationError as error:
         raise ValueError(f"{path} is not a model's history: delete it, or restore it") from error
+
+
+def trained_length(folder: str | Path) -> int | None:
+    """The length of the last stage of the model in `folder`; None where nothing is written of it."""
+    stages = read_history(folder)
+    return stages[-1].length if stages else None
