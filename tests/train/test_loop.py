@@ -1,17 +1,21 @@
+import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from phasewise.data import Documents, batch, windows
 from phasewise.encodings import ENCODINGS
+from phasewise.evaluate import measure
 from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
-from phasewise.train import objective
+from phasewise.train import objective, prefetch
 from phasewise.train.checkpoint import load, saved
 from phasewise.train.loop import Diverged, train
 
-from .small import CPU, corpus, recipe
+from .small import CPU, VOCAB, corpus, recipe
 
 
 def metrics(folder):
@@ -168,3 +172,85 @@ def test_divergence_at_the_first_step_speaks_of_no_checkpoint(tmp_path):
     with pytest.raises(Diverged) as diverged:
         run(tmp_path, recipe(learning_rate=1e30, final_learning_rate=0, warmup=0))
     assert "checkpoint" not in str(diverged.value)
+
+
+@pytest.mark.parametrize("encoding", ["pope", "tapa"])
+def test_recomputed_blocks_and_accumulated_parts_give_the_losses_of_the_plain_step(tmp_path, encoding):
+    run(tmp_path / "plain", recipe(encoding, dropout=0.1))
+    run(tmp_path / "recomputed", recipe(encoding, dropout=0.1, recompute=True))
+    assert metrics(tmp_path / "recomputed") == metrics(tmp_path / "plain")
+    run(tmp_path / "whole", recipe(encoding))
+    run(tmp_path / "parts", recipe(encoding, accumulate=3))
+    losses = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("parts", "whole"))
+    assert next(losses) == pytest.approx(next(losses), rel=2e-6)
+
+
+def test_parts_of_a_batch_weigh_as_many_tokens_as_they_score(tmp_path):
+    """Rows of a short document score fewer tokens; the batch's loss is the mean over tokens, not over parts."""
+    splits = dict(corpus().splits)
+    short = [np.arange(length) % VOCAB for length in (3, 6, 14)]
+    splits["train"] = Documents.join(short, vocab_size=VOCAB)
+    data = dataclasses.replace(corpus(), splits=splits)
+    run(tmp_path / "whole", recipe(), data=data)
+    run(tmp_path / "parts", recipe(accumulate=3), data=data)
+    losses = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("parts", "whole"))
+    assert next(losses) == pytest.approx(next(losses), rel=2e-6)
+
+
+def test_bfloat16_keeps_weights_and_phases_in_float32_and_learns_alike(tmp_path):
+    wide, narrow = (
+        run(tmp_path / precision, recipe("pope", steps=60, precision=precision))
+        for precision in ("float32", "bfloat16")
+    )
+    assert {weight.dtype for weight in narrow.model.parameters()} == {torch.float32}
+    assert narrow.loss == pytest.approx(wide.loss, rel=0.02)
+    assert narrow.loss != wide.loss
+
+
+def test_packed_rows_are_trained_on_and_documents_do_not_see_each_other(tmp_path):
+    data = corpus()
+    run(tmp_path / "packed", recipe(packed=True), data=data)
+    drawn = batch(data, "train", step=0, context=12, batch_size=3, seed=0, packed=True)
+    torch.manual_seed(0)
+    model = Transformer(recipe().model)
+    loss = objective.summed_loss(model(drawn.tokens, at=drawn.positions), drawn.targets) / drawn.scored
+    assert metrics(tmp_path / "packed")[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_validation_loss_is_that_of_the_model_then_and_disturbs_nothing(tmp_path):
+    given = recipe(dropout=0.2, evaluate_every=4, evaluate_tokens=100)
+    trained = run(tmp_path / "watched", given)
+    run(tmp_path / "plain", recipe(dropout=0.2))
+    lines = metrics(tmp_path / "watched")
+    assert [line["step"] for line in lines if "validation_loss" in line] == [4, 8]
+    tiles = windows(corpus(), "validation", length=12, limit_tokens=100, batch_size=8)
+    measured = measure(trained.model, tiles, length=12, stride=12, device=CPU)
+    assert lines[-1].pop("validation_loss") == pytest.approx(measured.loss, rel=1e-6)
+    del lines[3]["validation_loss"]
+    assert lines == metrics(tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_compiled_blocks_compile_once_for_all_layers_and_give_the_eager_losses(tmp_path):
+    torch.compiler.reset()
+    run(tmp_path / "eager", recipe("pope"))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run(tmp_path / "compiled", recipe("pope", compile=True))
+    losses = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("compiled", "eager"))
+    assert next(losses) == pytest.approx(next(losses), rel=1e-5)
+
+
+def test_a_failing_corpus_is_heard_of_at_its_step_and_not_swallowed_by_the_thread(tmp_path, monkeypatch):
+    genuine = prefetch.batch
+
+    def broken(*arguments, step, **options):
+        if step == 5:
+            raise OSError("the disk has gone")
+        return genuine(*arguments, step=step, **options)
+
+    monkeypatch.setattr(prefetch, "batch", broken)
+    with pytest.raises(OSError, match="the disk has gone"):
+        run(tmp_path, recipe())
+    assert len(metrics(tmp_path)) == 5

@@ -8,6 +8,7 @@ from phasewise.encodings import ENCODINGS, named
 from phasewise.model import ModelConfig, Transformer
 from phasewise.train.optimizer import build_optimizer, learning_rate
 from phasewise.train.recipe import SCALINGS, Budget, CompareRecipe
+from phasewise.train.schedule import WarmupStableDecay
 
 from .small import recipe
 
@@ -20,6 +21,15 @@ def test_learning_rate_rises_in_a_line_then_falls_along_half_a_cosine():
         else:
             wanted = 5e-4 + 1.5e-3 * math.cos(math.pi / 2 * (step - 10) / 39) ** 2
         assert learning_rate(budget, step) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_warmup_stable_decay_stays_at_the_highest_rate_and_falls_along_a_line_at_the_end():
+    schedule = WarmupStableDecay(decay=0.25)
+    budget = Budget(steps=49, warmup=8, learning_rate=2e-3, final_learning_rate=5e-4, schedule=schedule)
+    rates = [learning_rate(budget, step) for step in range(49)]
+    assert rates[7:39] == [2e-3] * 32
+    for number, rate in enumerate(rates[38:]):
+        assert rate == pytest.approx(2e-3 - 1.5e-3 * number / 10, rel=1e-9)
 
 
 def test_without_warmup_the_first_step_has_the_highest_rate():

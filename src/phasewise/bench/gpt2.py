@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 VOCABULARY = 50_304  # GPT-2's 50 257 up to a multiple of 128
 LAYERS, HEADS, WIDTH = 12, 12, 768
+EPS = 1e-6
 
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width, EPS), nn.RMSNorm(width, EPS)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.output = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
@@ -43,7 +44,7 @@ class GPT2(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.RMSNorm(width)
+        self.norm = nn.RMSNorm(width, EPS)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
                 residual = name.endswith(("output.weight", "down.weight"))
