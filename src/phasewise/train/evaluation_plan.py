@@ -51,8 +51,8 @@ class Plan:
         self.recipe, self.device = recipe, device
         self._corpora: dict[tuple[str, str], Corpus] = {}
         self._open: tuple[str, LanguageModel] | None = None
-        self.tasks = _tasks(recipe)
         folders = [_folder(given) for given in recipe.checkpoints]
+        self.tasks = _tasks(recipe, folders)
         # Backwards, so that the first to be measured is the one that stays open.
         subjects = [
             self._subject(*both) for both in reversed(list(zip(_names(folders), folders, strict=True)))
@@ -135,14 +135,17 @@ class Plan:
         return self._corpora[data, tokenizer]
 
 
-def _tasks(recipe: EvaluateRecipe) -> "Tasks | None":
+def _tasks(recipe: EvaluateRecipe, folders: Sequence[Path]) -> "Tasks | None":
+    """The tasks asked for, known and readable; those that are made to a length count a checkpoint's tokens."""
     if not recipe.tasks:
         return None
     try:
         from phasewise.evaluate.tasks import Tasks
     except ModuleNotFoundError as error:
         raise ValueError(f"tasks need {error.name}: pip install 'phasewise[eval]'") from error
-    tasks = Tasks(max_seq_lengths=list(recipe.lengths))
+    settings: dict[str, object] = {"max_seq_lengths": sorted(recipe.lengths)} if recipe.lengths else {}
+    own = next((str(folder) for folder in folders if tokenizer_of(folder, "text:") != "bytes"), None)
+    tasks = Tasks(**settings, **({} if own is None else {"tokenizer": own}))
     for name in recipe.tasks:
         tasks.check(name)
     return tasks

@@ -163,8 +163,8 @@ def _tasks(rows: Sequence[Evaluated]) -> Table:
     columns = [
         (number, metric)
         for number, score in enumerate(rows[0].tasks)
-        for metric in SHOWN
-        if metric in score.metrics and not _in_group(rows[0].tasks, number)
+        for metric in [name for name in SHOWN if name in score.metrics] or score.metrics
+        if not _in_group(rows[0].tasks, number)
     ]
     for number, metric in columns:
         score = rows[0].tasks[number]
