@@ -201,13 +201,14 @@ def _fields(written: Written, settings: Mapping[str | None, RopeSettings | None]
     if trained is None or width is None:
         raise NotMade(f"the config says no {'trained length' if trained is None else 'head width'}")
     window = whole_number(written.config.get("sliding_window"))
-    lengths = {"length": length, "trained": trained, "longest": max(trained, written.longest or trained)}
+    longest = max(trained, written.longest or trained)
     found = []
     for layer, one in settings.items():
         if one is None or (layer == "sliding_attention" and window is not None and window <= trained):
             continue
         where = "" if layer is None else f" of {layer}"
-        found.append(Field(one.frequencies, one.channels(width), where=where, **lengths))
+        n = one.channels(width)
+        found.append(Field(one.frequencies, n, length, trained, longest, where=where))
     return found
 
 
