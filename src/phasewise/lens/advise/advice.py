@@ -24,6 +24,7 @@ from phasewise.model.reading import require_count
 
 VerdictKind = Literal[Kind, "needs fine-tuning", "will not work", "nothing to scale"]
 RATES_READ = 8192
+OWN = "phasewise"
 
 LIMITS = (
     "Mutual information between two tokens says nothing on retrieval; passkeys are one narrow form of it. "
@@ -246,7 +247,7 @@ def _pasted(option: Option, found: _Found) -> Settings | None:
     if option.rule is None or option.refused is not None:
         return None
     model = found.model
-    if model.config.native_length is None:
+    if model.config.family == OWN:
         return own_settings(option.rule)
     assert model.channels is not None
     return settings(
@@ -260,8 +261,8 @@ def _pasted(option: Option, found: _Found) -> Settings | None:
 
 
 def _inspected(found: _Found, stop: Callable[[], bool]) -> Inspection:
-    known = found.model.config.native_length is not None
-    reader = found.model.reader(trained_length=None if known else found.trained)
+    own = found.model.config.family == OWN
+    reader = found.model.reader(trained_length=found.trained if own else None)
     context = min(found.trained, 2048, int(found.corpus.split("test").lengths.max()))
     request = Request(tokens=found.wanted.tokens, context=context, queries=0)
     return inspect(reader, found.corpus, request, stop=stop)
