@@ -57,13 +57,14 @@ def train(arguments: Sequence[str]) -> int:
     parsed = make_dataclass("Train", fields(default), bases=(Options,), kw_only=True)
     options = tyro.cli(parsed, prog="phasewise train", args=arguments, description=TRAIN)
     recipe = RunRecipe(**{name: getattr(options, name) for name in RunRecipe.model_fields})
+    here = join(options.device)
     remedy = f"everything done so far is kept; go on with: phasewise train --out {options.out} --resume"
     try:
         result = run(
             recipe,
             options.out,
             resume=options.resume,
-            processes=join(options.device),
+            processes=here,
             trackers=options.tracker,
             console=Console(stderr=True),
         )
@@ -80,6 +81,8 @@ def train(arguments: Sequence[str]) -> int:
         return leave(str(error), FAILED)
     finally:
         part()
+    if not here.first:
+        return 0
     if options.as_json:
         print((options.out / "report.json").read_text(), end="")
     else:
