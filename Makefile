@@ -53,9 +53,10 @@ check: $(ready) ## format, lint, types, ranks, sizes, age of the GPU record
 	$(run) -m pytest -q tests/test_ranks.py
 	$(run) -m tests.gpu_record check
 
-tables: $(ready) ## the figures and tables of README.md and docs/attention.md from results/
+tables: $(ready) ## the figures and tables of README.md and docs from results/
 	$(run) -m experiments.readme_figure results/demo/report.json
 	$(run) -m experiments.attention_figure results/attention/h200.json
+	$(run) -m experiments.extend_demo
 
 docs: $(ready_docs) ## the documentation, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict

@@ -1,15 +1,20 @@
 """A small RoPE model continued at four times its length in every way, into results/extend/demo.json.
 
 Run as `python -m experiments.extend_demo runs/extend-demo`; the folder keeps what is done, and a second call goes on
-from there. Every seed trains its own model, on which all ways start.
+from there. Every seed trains its own model, on which all ways start. Without a folder, the table in docs/extend.md is
+written from the record.
 """
 
+import json
 import sys
 from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
 
 import torch
 from rich.console import Console
 
+from experiments.readme_figure import with_table
 from phasewise.data import load
 from phasewise.encodings import named
 from phasewise.model import ModelConfig
@@ -23,7 +28,7 @@ from phasewise.train.recipe import TrainRecipe
 LENGTH, STEPS, SEEDS = 512, 60, (0, 1, 2)
 WAYS = ("none", "pi", "ntk", "yarn", "llama3", "abf", "longrope")
 UNTRAINED = ("longrope",)
-RESULT = Path("results/extend/demo.json")
+RESULT, PAGE, MARKER = Path("results/extend/demo.json"), Path("docs/extend.md"), "extend"
 CPU = torch.device("cpu")
 
 
@@ -69,5 +74,30 @@ def first(folder: Path, seed: int) -> tuple[Path, TrainRecipe]:
     return folder, recipe
 
 
+def table(document: dict[str, Any]) -> str:
+    """Every model's loss at every length, mean and standard deviation over the seeds, as Markdown."""
+    losses, first = document["values"]["losses"], document["recipe"]["first"]
+    lengths = list(losses["before"])
+    lines = [
+        "| model | "
+        + " | ".join(f"{length} ({int(length) / first['context']:g}x)" for length in lengths)
+        + " |",
+        "|---|" + "---:|" * len(lengths),
+    ]
+    for name, of_lengths in losses.items():
+        cells = (f"{mean(of):.3f} ± {stdev(of):.3f}" for of in of_lengths.values())
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    scored, seeds = document["recipe"]["extend"]["evaluate_tokens"], document["recipe"]["seeds"]
+    lines += [
+        "",
+        f"Loss, nats per byte, test split of {first['data']}, {scored:,} tokens scored at each length; seeds "
+        f"{', '.join(map(str, seeds))} (mean ± standard deviation). From `{RESULT}`: commit "
+        f"{document['commit'][:10]}, {document['device']}.",
+    ]
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    PAGE.write_text(with_table(PAGE.read_text(), table(json.loads(RESULT.read_text())), MARKER))
