@@ -254,3 +254,28 @@ def test_the_hash_of_a_corpus_in_shards_sees_its_tokens(lines: Path, tmp_path: P
         tokenize(origin, tmp_path / str(number))
         hashes.add(load(f"shards:{tmp_path / str(number)}").sha256)
     assert len(hashes) == 3
+
+
+def test_one_core_gives_the_shards_that_all_cores_give(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = Origin(data=f"jsonl:{lines}", tokenizer="bpe:300", held_out=0.15)
+    for parallel in ("false", "true"):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+        tokenize(origin, tmp_path / parallel)
+    assert contents(tmp_path / "false") == contents(tmp_path / "true")
+
+
+def test_a_second_process_is_kept_out_of_a_folder_in_use(lines: Path, tmp_path: Path) -> None:
+    origin = Origin(data=f"jsonl:{lines}", held_out=0.15)
+    refused = []
+
+    def second() -> bool:
+        with pytest.raises(ValueError, match=r"another process is tokenising into .*out; wait for it"):
+            tokenize(origin, tmp_path / "out")
+        refused.append(True)
+        return False
+
+    tokenize(origin, tmp_path / "out", stop=second)
+    assert refused
+    assert load(f"shards:{tmp_path / 'out'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -65,6 +66,24 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert main(["tokenize", *given, "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert said in line
+
+
+def test_a_full_disk_is_one_line_that_says_the_work_can_go_on(
+    books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tokenize", f"text:{books}", "--separator", "\f", "--out", str(tmp_path / "out")]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    try:
+        assert main(command) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert "train-00000.bin (File too large): what was saved is kept" in line
+    assert "the same command goes on" in line
+    assert main(command) == 0
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.terminal import INTERRUPTED, fields, leave, print_whole
+from phasewise.cli.terminal import BAD_INPUT, INTERRUPTED, fields, leave, print_whole
 
 TOKENIZE = """Tokenise text into a folder of shards that training maps into memory: --data shards:FOLDER.
 
@@ -52,6 +52,13 @@ def tokenize(arguments: Sequence[str]) -> int:
             )
         except Interrupted as error:
             return leave(f"interrupted after {error}; the same command goes on from there", INTERRUPTED)
+        except OSError as error:
+            path, reason = error.filename or options.out, error.strerror or error
+            return leave(
+                f"cannot read or write {path} ({reason}): what was saved is kept; with that mended, or room made, "
+                "the same command goes on",
+                BAD_INPUT,
+            )
     seconds = perf_counter() - started
     if options.as_json:
         print(index.model_dump_json(indent=1))

@@ -76,7 +76,7 @@ class Index(Frozen):
 class Mapped(Split):
     """The documents of one split, read from the disk as they are asked for.
 
-    Only their lengths are held in memory, 16 bytes a document.
+    Only where each lies is held in memory, 24 bytes a document once batches are drawn.
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype) -> None:

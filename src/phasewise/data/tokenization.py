@@ -8,8 +8,9 @@ shards back to that and reads the source again to that place, so shards do not d
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,18 @@ def tokenize(
     source = open_source(origin)
     if (folder / INDEX).exists():
         return _checked(origin, source, folder, console)
+    with _alone(folder):
+        return _tokenized(origin, source, folder, shard_tokens, console, stop)
+
+
+def _tokenized(
+    origin: Origin,
+    source: Source,
+    folder: Path,
+    shard_tokens: int,
+    console: Console | None,
+    stop: Callable[[], bool],
+) -> Index:
     progress = _begun(origin, shard_tokens, source, folder)
     codec = stored_codec(origin, (folder / TOKENIZER).read_text())
     if codec.sha256 != progress.tokenizer_sha256:
@@ -234,6 +247,24 @@ class Reading:
             raise ValueError(f"{self._origin.data} is empty; give data with text")
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes out of the folder while the block lasts; ValueError when one is in it."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ValueError(
+            f"another process is tokenising into {folder}; wait for it, or choose another"
+        ) from error
+    finally:
+        os.close(opened)
+
+
 def _begun(origin: Origin, shard_tokens: int, source: Source, folder: Path) -> Progress:
     """The progress of a begun folder, or that of a new one once its tokenizer is stored."""
     path = folder / PROGRESS
@@ -249,7 +280,7 @@ def _begun(origin: Origin, shard_tokens: int, source: Source, folder: Path) -> P
                 "go on with these, or choose another folder"
             )
         return progress
-    if folder.exists() and any(folder.iterdir()):
+    if any(folder.iterdir()):
         raise ValueError(f"{folder} holds other files; choose a new folder")
 
     def training() -> Iterator[bytes]:
@@ -266,7 +297,6 @@ def _begun(origin: Origin, shard_tokens: int, source: Source, folder: Path) -> P
         source_sha256="",
         splits={split: Open() for split in SPLITS},
     )
-    folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / TOKENIZER) as unfinished:
         unfinished.write_text(codec.definition)
     _write(path, progress)
