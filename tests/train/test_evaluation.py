@@ -313,3 +313,39 @@ def test_tasks_without_lm_eval_name_the_extra(place, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ValueError, match=r"tasks need lm_eval: pip install 'phasewise\[eval\]'"):
         evaluate(recipe(place, tasks=("piqa",)), tmp_path / "run", figure=False)
+
+
+@pytest.mark.slow
+def test_task_of_a_hugging_face_checkpoint_equals_a_loop_over_its_choices(capsys, place, llama, tmp_path):
+    pytest.importorskip("lm_eval", reason="tasks need lm-eval: pip install 'phasewise[eval]'")
+    model, tokenizer = llama
+    rows = [
+        {"goal": f"see {what}", "sol1": f"look {one}", "sol2": "the sea was calm", "label": number % 2}
+        for number, (what, one) in enumerate((a, b) for a in WORDS[:4] for b in WORDS[4:8])
+    ]
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    right = 0
+    for row in rows:
+        scores = []
+        before = tokenizer.encode(f"Question: {row['goal']}\nAnswer:").ids
+        for choice in (row["sol1"], row["sol2"]):
+            after = tokenizer.encode(f" {choice}", add_special_tokens=False).ids
+            with torch.no_grad():
+                logits = model(torch.tensor([before + after])).logits[0].double().log_softmax(-1)
+            places = range(len(before) - 1, len(before) + len(after) - 1)
+            scores.append(
+                sum(logits[place, token].item() for place, token in zip(places, after, strict=True))
+            )
+        right += scores.index(max(scores)) == row["label"]
+    given = ["--tasks", f"piqa:{tmp_path / 'piqa.jsonl'}", "--data", f"text:{place / 'prose.txt'}"]
+    code, out, err = run(
+        capsys, place / "llama", *given, "--out", tmp_path / "run", "--device", "cpu", "--json"
+    )
+    assert (code, err.split()) == (0, ["llama:", "piqa:", err.split()[2], "s"]), (
+        "a line, and no library's noise"
+    )
+    (row,) = Report.model_validate(json.loads(out)).values.rows
+    assert (row.losses, row.retrieval) == ((), ())
+    assert row.tasks[0].examples == len(rows)
+    assert row.tasks[0].metrics["acc"] == pytest.approx(right / len(rows))
+    assert 0 < right < len(rows)
