@@ -1,7 +1,7 @@
 """Is position interpolation's outcome known before it is tried? Small models on tasks of known kernels.
 
-python -m experiments.validate_interpolation run FOLDER [--tiny]     trains, predicts, then measures: 2 minutes of a GPU
-python -m experiments.validate_interpolation follow FOLDER [--tiny]  only trains, and looks at what is used meanwhile
+python -m experiments.validate_interpolation run FOLDER [--tiny]  trains, predicts, then measures: 2 minutes of a GPU
+python -m experiments.validate_interpolation follow               only trains, fewer, and looks at them meanwhile: a CPU
 
 `run` writes predictions with the hash of their content before anything is measured at another length.
 `experiments.validation_tables` reads FOLDER.
@@ -37,12 +37,13 @@ from phasewise.lens.spectrum import SpectrumMeter
 from phasewise.lens.width import Kernel, kernel, measure_width
 from phasewise.model import ModelConfig
 from phasewise.model.reading import Layer
-from phasewise.record import replacing
+from phasewise.record import record, replacing
 
 BASE = 10_000.0
 SEEDS, BLOCKS, SCALES = (0, 1, 2), (4, 8, 16, 32, 64), (1.5, 2.0, 4.0)
 LETTER_KINDS = ("cosine", "window", "lag", "blocks")
-MARKS = (50, 100, 150, 250, 500, 1000, 2000, 3000, 4500, 6000)
+MARKS = (100, 200, 300, 400, 600, 800)
+FOLLOWED = Path("results/validation/followed.json")
 ADDITIONS = (Addition(8, digits=6), Addition(8, digits=6, spacing=2))
 
 
@@ -64,6 +65,7 @@ class Budget:
 
 
 TINY = Budget(32, 100, 20, 1, 8, 1 << 14, 2, 2, 1, (4,), (0, 1))
+SMALL = Budget(steps=800, rows=2, served_rows=8, read_rows=2, blocks=(4, 16), seeds=(0,))
 
 
 @dataclass(frozen=True)
@@ -316,17 +318,18 @@ def run(folder: Path, budget: Budget, device: torch.device) -> None:
             print(f"{ended}: measured, {perf_counter() - started:.0f} s")
 
 
-def follow(folder: Path, budget: Budget, device: torch.device) -> None:
-    """What the models of S1 to S4 use of their frequencies while they learn."""
+def follow(budget: Budget) -> None:
+    """What fewer models of S1 to S4 use of their frequencies while they learn, on a CPU."""
     letters = [KINDS[kind](block) for kind in LETTER_KINDS for block in budget.blocks]
     each, seen = [task for task in letters for _ in budget.seeds], []
 
     def look(done: int, stack: Stack) -> None:
         if done in MARKS:
             seen.append({"steps": done, "models": _read(stack, each, budget)})
-            _save(folder / "followed.json", seen)
 
-    trained(letters, budget, device, Shape(budget.width, 1, 1, budget.rows, budget.steps), look)
+    shape = Shape(budget.width, 1, 1, budget.rows, budget.steps)
+    trained(letters, budget, torch.device("cpu"), shape, look)
+    record(FOLLOWED, recipe={"experiment": "validate_interpolation follow", **asdict(budget)}, values=seen)
 
 
 def _read(stack: Stack, tasks: list[Suite], budget: Budget) -> list[dict[str, object]]:
@@ -395,5 +398,7 @@ def _save(path: Path, values: object) -> None:
 
 if __name__ == "__main__":
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    stage = {"run": run, "follow": follow}[sys.argv[1]]
-    stage(Path(sys.argv[2]), TINY if "--tiny" in sys.argv else Budget(), where)
+    if sys.argv[1] == "follow":
+        follow(SMALL)
+    else:
+        run(Path(sys.argv[2]), TINY if "--tiny" in sys.argv else Budget(), where)

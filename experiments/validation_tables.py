@@ -1,7 +1,7 @@
 """results/validation, and the tables and the figure of docs/validation.md, from a run of validate_interpolation.
 
-python -m experiments.validation_tables FOLDER    a run, with followed.json of `follow` beside it
-python -m experiments.validation_tables           the page again, from results/validation/interpolation.json
+python -m experiments.validation_tables FOLDER    from a run
+python -m experiments.validation_tables           the page again, from results/validation
 
 Of each pair of hash-even name thresholds may be fitted; those of odd hash are what is reported.
 """
@@ -27,6 +27,7 @@ from phasewise.record import replacing
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "results" / "validation" / "interpolation.json"
 PAGE = ROOT / "docs" / "validation.md"
+FOLLOWED = ROOT / "results" / "validation" / "followed.json"
 FIGURE = ROOT / "docs" / "figures" / "validation.svg"
 LEARNED = 0.8
 STUDENT = {13: 2.160}
@@ -67,10 +68,8 @@ def collected(folder: Path) -> dict[str, Any]:
             rows = [row for row in measured["pairs"] if row["pair"] == name]
             rows = [row for row in rows if known[name.split()[0], row["seed"]] >= LEARNED]
             pairs.append(_joined(prediction, scales[name], rows, known))
-    followed = folder / "followed.json"
-    trajectory = json.loads(followed.read_text()) if followed.is_file() else []
     return {
-        "values": {"pairs": pairs, "models": models, "hashes": hashes, "followed": trajectory},
+        "values": {"pairs": pairs, "models": models, "hashes": hashes},
         "recipe": {"experiment": "validate_interpolation", **run["budget"], "kept": KEPT, "learned": LEARNED},
         "commit": run["commit"],
         "dirty": False,
@@ -249,8 +248,8 @@ def _counted(outcomes: Sequence[str]) -> str:
     return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{n} {name}" for name, n in counts.items())
 
 
-def calibration_table(models: Sequence[dict[str, Any]], followed: Sequence[dict[str, Any]]) -> str:
-    """Markdown: effective frequency against block length at the end, and the free slope while learning."""
+def calibration_table(models: Sequence[dict[str, Any]]) -> str:
+    """Markdown: effective frequency against block length, both fits."""
     lines = [
         "| task | theta_eff B for B = 4, 8, 16, 32, 64 | c, slope -1 | free slope (95 %) | in use, of 32 | known |",
         "|---|---|---:|---:|---:|---:|",
@@ -275,21 +274,25 @@ def calibration_table(models: Sequence[dict[str, Any]], followed: Sequence[dict[
             f"| {NAMES[kind]} | {' / '.join(f'{value:.2g}' for value in products)} | {c:.2f} "
             f"| {slope:.2f} ± {half:.2f} | {min(used):.1f} to {max(used):.1f} | {min(known):.2f} to {max(known):.2f} |"
         )
-    if not followed:
-        return "\n".join(lines)
-    lines += [
-        "",
-        "| steps | "
-        + " | ".join(f"{NAMES[kind]}: c, slope, known" for kind in ("cosine", "window", "lag", "blocks"))
-        + " |",
+    return "\n".join(lines)
+
+
+def followed_table(moments: Sequence[dict[str, Any]]) -> str:
+    """Markdown: effective frequency times block, and what is known, while models learn."""
+    kinds = ("cosine", "window", "lag", "blocks")
+    blocks = sorted({_block(model) for model in moments[0]["models"]})
+    of = " / ".join(map(str, blocks))
+    lines = [
+        f"| steps | {' | '.join(f'{NAMES[kind]}, B = {of} (known)' for kind in kinds)} |",
         "|---:|---|---|---|---|",
     ]
-    for moment in followed:
+    for moment in moments:
         cells = []
-        for kind in ("cosine", "window", "lag", "blocks"):
-            own = _of(moment["models"], kind)
-            c, slope, half = line([_block(m) for m in own], [m["theta_eff"] for m in own])
-            cells.append(f"{c:.2f}, {slope:.2f} ± {half:.2f}, {np.median([m['known'] for m in own]):.2f}")
+        for kind in kinds:
+            own = sorted(_of(moment["models"], kind), key=_block)
+            products = " / ".join(f"{model['theta_eff'] * _block(model):.2g}" for model in own)
+            known = " / ".join(f"{model['known']:.2f}" for model in own)
+            cells.append(f"{products} ({known})")
         lines.append(f"| {moment['steps']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -352,7 +355,8 @@ def main(folder: Path | None) -> None:
         "confusion": lambda: confusion_table(values["pairs"]),
         "pairs": lambda: pairs_table(values["pairs"]),
         "addition": lambda: addition_table(values["pairs"]),
-        "calibration": lambda: calibration_table(values["models"], values["followed"]),
+        "calibration": lambda: calibration_table(values["models"]),
+        "followed": lambda: followed_table(json.loads(FOLLOWED.read_text())["values"]),
     }
     page = PAGE.read_text()
     for marker, table in tables.items():
