@@ -146,6 +146,8 @@ def _extension(options: Any, stop: Callable[[], bool]) -> _Made:
         console=Console(stderr=True),
         stop=stop,
     )
-    title = f"{options.checkpoint.resolve().name} at {options.length} tokens"
+    folder = options.checkpoint.resolve()
+    name = folder.parent.name if folder.name == "model" else folder.name
+    title = f"{name} at {options.length} tokens"
     shown = (table(found), words(found))
     return _Made(title, found, shown, figures(found), summary(found), found.partial)

@@ -87,6 +87,9 @@ def summary(advice: Advice) -> dict[str, str]:
     for one in advice.options:
         option = one.option
         said = [f"refused: {option.refused}"] if option.refused else [f"predicted {_ordinal(option.rank)}"]
+        if one.measured is not None:
+            losses = (f"{loss.loss:.3f} at {loss.length}" for loss in one.measured.losses)
+            said.append(f"measured {', '.join(losses)} nats a token")
         said += option.reasons
         if one.settings is not None and option.kind != "leave alone":
             said += pasteable(one)
