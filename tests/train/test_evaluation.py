@@ -12,6 +12,7 @@ from phasewise.data import load, windows
 from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.evaluate import measure, passkeys, retrieve
 from phasewise.evaluate.prefixed import Prefixed
+from phasewise.hf.language_model import open_language_model
 from phasewise.interrupt import Interrupted
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model.folder import save
@@ -349,3 +350,23 @@ def test_task_of_a_hugging_face_checkpoint_equals_a_loop_over_its_choices(capsys
     assert row.tasks[0].examples == len(rows)
     assert row.tasks[0].metrics["acc"] == pytest.approx(right / len(rows))
     assert 0 < right < len(rows)
+
+
+def test_continuing_by_a_cache_equals_asking_for_each_next_token(place, llama):
+    model, _ = llama
+    seen = torch.tensor([[5, 9, 200, 31]])
+    for folder, reference in (
+        (place / "llama", lambda tokens: model(tokens).logits),
+        (place / "runs" / "pope" / "model", None),
+    ):
+        opened = open_language_model(folder)
+        ask = reference or opened
+        tokens = torch.cat([torch.tensor([[7]]), seen], 1)
+        with torch.no_grad():
+            for _ in range(8):
+                tokens = torch.cat([tokens, ask(tokens)[:, -1:].argmax(-1)], 1)
+        made = Prefixed(opened, (7,)).continued(seen, length=8)
+        assert made.tolist() == tokens[0, 5:].tolist()
+        stop = made[3].item()
+        first = made.tolist().index(stop) + 1
+        assert opened.continued(tokens[:, :5], length=8, stop=stop).tolist()[:first] == made.tolist()[:first]

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import nn
+from torch import Tensor, nn
 
 from phasewise.evaluate.loss import NOT_SCORED
-from phasewise.evaluate.slices import sliced_logits
+from phasewise.evaluate.slices import Continues, sliced_logits
 
 MOST_GENERATED = 256
 
@@ -139,19 +139,24 @@ class Harness(LM):
 
     @torch.no_grad()
     def _generate(self, context: str, options: dict) -> str:
-        """The likeliest continuation, token by token, up to a stop string or the most tokens asked for."""
+        """The likeliest continuation, up to a stop string, the model's own end, or the most tokens asked for."""
         if options.get("do_sample") or options.get("temperature"):
             raise ValueError(f"generation is greedy, but a task asks for {options}: choose another task")
         until = [options["until"]] if isinstance(options.get("until"), str) else options.get("until") or []
         tokens = list(self.text.encode(context)) or [self.text.start]
-        made: list[int] = []
-        for _ in range(options.get("max_gen_toks", MOST_GENERATED)):
-            read = torch.tensor([tokens + made], device=self._device)
-            ((_, logits),) = sliced_logits(self.model, read, at=None, first=read.shape[1] - 1)
-            made.append(int(logits[0, -1].argmax()))
-            said = self.text.decode(np.array(made))
-            if made[-1] == self.text.stop or any(stop in said for stop in until):
-                break
-        said = self.text.decode(np.array(made[:-1] if made[-1] == self.text.stop else made))
+        made = self._continued(
+            torch.tensor([tokens], device=self._device), options.get("max_gen_toks", MOST_GENERATED)
+        )
+        said = self.text.decode(np.array(made[:-1] if made[-1:] == [self.text.stop] else made))
         self.on_rows(1)
         return said[: min((said.index(stop) for stop in until if stop in said), default=len(said))]
+
+    def _continued(self, tokens: Tensor, length: int) -> list[int]:
+        if isinstance(self.model, Continues):
+            return self.model.continued(tokens, length=length, stop=self.text.stop).tolist()
+        made: list[int] = []
+        while len(made) < length and made[-1:] != [self.text.stop]:
+            ((_, logits),) = sliced_logits(self.model, tokens, at=None, first=tokens.shape[1] - 1)
+            made.append(int(logits[0, -1].argmax()))
+            tokens = torch.cat([tokens, tokens.new_tensor([made[-1:]])], 1)
+        return made

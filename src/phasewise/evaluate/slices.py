@@ -29,6 +29,13 @@ class Split(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+@runtime_checkable
+class Continues(Protocol):
+    """A model that continues a row greedily by itself, with a cache: the tokens [n] after `tokens` [1, T]."""
+
+    def continued(self, tokens: Tensor, *, length: int, stop: int | None = None) -> Tensor: ...
+
+
 def sliced_logits(
     model: nn.Module, tokens: Tensor, *, at: Positions | None, first: int = 0
 ) -> Iterator[tuple[int, Tensor]]:

@@ -22,6 +22,7 @@ from phasewise.frequencies import AnyFrequencies
 from phasewise.hf.settings import global_settings, native_length, write
 from phasewise.model import Transformer, rescaled
 from phasewise.model import folder as own
+from phasewise.model.generate import generate
 from phasewise.model.history import trained_length
 from phasewise.model.reading import Reader, TransformerReader
 from phasewise.positions import Positions
@@ -93,6 +94,10 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, n, V] from any n places of what `hidden` gave."""
+
+    @abstractmethod
+    def continued(self, tokens: Tensor, *, length: int, stop: int | None = None) -> Tensor:
+        """The likeliest continuation of `tokens` [1, T]: at most `length` tokens [n], by a cache, up to `stop`."""
 
 
 def open_language_model(
@@ -204,6 +209,9 @@ class _Own(LanguageModel):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.network.logits(hidden)
 
+    def continued(self, tokens: Tensor, *, length: int, stop: int | None = None) -> Tensor:
+        return generate(self.network, tokens, length=length, stop=stop)[0, tokens.shape[1] :]
+
 
 class _HuggingFace(LanguageModel):
     """A decoder of transformers."""
@@ -268,6 +276,18 @@ class _HuggingFace(LanguageModel):
     def hidden(self, tokens: Tensor, *, at: Positions | None = None) -> Tensor:
         body = self.network.base_model
         return body(input_ids=tokens, use_cache=False, **_places(tokens, at)).last_hidden_state
+
+    def continued(self, tokens: Tensor, *, length: int, stop: int | None = None) -> Tensor:
+        generating: Any = self.network.generate
+        made = generating(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=length,
+            do_sample=False,
+            eos_token_id=stop,
+            pad_token_id=0,
+        )
+        return made[0, tokens.shape[1] :]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """By the model itself, head, scale and cap, around a body that gives `hidden`."""
