@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +33,7 @@ def load(
     """
     folder = Path(folder)
     source = _source(folder)
-    config = _config(folder, source)
+    config = read_config(folder, source)
     if not source:
         _require_weights(folder)
     with _quiet():
@@ -82,7 +82,8 @@ def _source(folder: Path) -> dict[str, str]:
     return {"gguf_file": files[0]}
 
 
-def _config(folder: Path, source: dict[str, str]) -> Any:
+def read_config(folder: Path, source: Mapping[str, str] = {}) -> Any:
+    """The config in `folder`; `source` names its file where that is not config.json. ValueError for none."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, **source)
     except (ValueError, KeyError, OSError, struct.error) as error:

@@ -24,8 +24,7 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     the config serves, a config without rates, and a rule that does not start from its rates.
     """
     try:
-        from transformers import AutoConfig
-
+        from phasewise.hf.checkpoint import read_config
         from phasewise.hf.settings import global_settings, native_length, write
     except ModuleNotFoundError as error:
         raise ValueError(
@@ -40,7 +39,7 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG} to rewrite; give a folder of safetensors")
     require_free(out)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_config(folder)
     text, length = config.get_text_config(), recipe.length[0]
     settings, served = global_settings(config), native_length(text)
     if not settings or served is None:
