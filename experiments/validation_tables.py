@@ -56,7 +56,7 @@ def collected(folder: Path) -> dict[str, Any]:
     for file in sorted(folder.glob("*-predictions.json")):
         group = file.name.removesuffix("-predictions.json")
         said = json.loads(file.read_text())
-        digest = hashlib.sha256(json.dumps(said["predictions"], sort_keys=True).encode()).hexdigest()
+        digest = fingerprint(said["predictions"])
         assert digest == said["sha256"], f"{file} is not what was written before measuring"
         measured = json.loads((folder / f"{group}-measured.json").read_text())
         own = json.loads((folder / f"{group}-models.json").read_text())
@@ -77,6 +77,11 @@ def collected(folder: Path) -> dict[str, Any]:
         "versions": {"torch": run["torch"]},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def fingerprint(predictions: list[dict[str, Any]]) -> str:
+    """The hash under which predictions were written before anything was measured."""
+    return hashlib.sha256(json.dumps(predictions, sort_keys=True).encode()).hexdigest()
 
 
 def _joined(
@@ -350,6 +355,9 @@ def main(folder: Path | None) -> None:
     if folder is not None:
         with replacing(RESULT) as unfinished:
             unfinished.write_text(json.dumps(_short(collected(folder)), indent=1, allow_nan=False) + "\n")
+        for file in folder.glob("*-predictions.json"):
+            with replacing(RESULT.with_name(file.name)) as unfinished:
+                unfinished.write_bytes(file.read_bytes())
     values = json.loads(RESULT.read_text())["values"]
     tables: dict[str, Callable[[], str]] = {
         "confusion": lambda: confusion_table(values["pairs"]),

@@ -1,16 +1,31 @@
 """Thresholds are fitted on one half of the pairs, and what is reported is counted right."""
 
+import json
+
 import numpy as np
 import pytest
 
 from experiments.validate_interpolation import BLOCKS, addition_pairs, letter_pairs
-from experiments.validation_tables import calibrates, confusion, fitted, line
+from experiments.validation_tables import RESULT, calibrates, confusion, fingerprint, fitted, line
 
 
 def test_every_pair_has_a_name_of_its_own_and_about_half_calibrate() -> None:
     names = [pair.name for pair in letter_pairs(BLOCKS) + addition_pairs()]
     assert len(set(names)) == len(names) >= 12
     assert abs(np.mean([calibrates(name) for name in names]) - 0.5) < 0.1
+
+
+def test_recorded_predictions_are_those_that_were_written_before_measuring() -> None:
+    values = json.loads(RESULT.read_text())["values"]
+    files = list(RESULT.parent.glob("*-predictions.json"))
+    assert {file.name.removesuffix("-predictions.json") for file in files} == set(values["hashes"])
+    for file in files:
+        said, held = (
+            json.loads(file.read_text()),
+            values["hashes"][file.name.removesuffix("-predictions.json")],
+        )
+        assert fingerprint(said["predictions"]) == said["sha256"] == held["sha256"]
+        assert said["written"] == held["predicted"] < held["measured"]
 
 
 def test_a_threshold_is_where_most_are_right() -> None:
