@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from phasewise.data import NOT_SCORED, batch, load, windows
+from phasewise.data import NOT_SCORED, Corpus, batch, load, windows
 from phasewise.data.passkey import ASKED, CLOSED, NAMES
 from phasewise.evaluate import retrieval
 
@@ -15,10 +15,13 @@ NEEDLE = re.compile(r"\nThe pass key of (\w+) is (\d{5})\. Remember it\.\n")
 QUESTION = re.compile(r"\nThe pass key of (\w+) is (\d{5})$")
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:1000"])
-@pytest.mark.parametrize(("kind", "needles"), [("passkey", 1), ("needles", 4)])
-def test_the_answer_is_the_number_that_the_name_was_given(kind: str, needles: int, tokenizer: str) -> None:
-    corpus = load(f"{kind}:512", tokenizer=tokenizer)
+@pytest.fixture(scope="module", params=[("passkey", "bytes"), ("needles", "bytes"), ("needles", "bpe:300")])
+def corpus(request: pytest.FixtureRequest) -> Corpus:
+    kind, tokenizer = request.param
+    return load(f"{kind}:512", tokenizer=tokenizer)
+
+
+def test_the_answer_is_the_number_that_the_name_was_given(corpus: Corpus) -> None:
     depths = []
     for row in corpus.split("train")[:60]:
         text = corpus.decode(row)
@@ -26,20 +29,18 @@ def test_the_answer_is_the_number_that_the_name_was_given(kind: str, needles: in
         given = NEEDLE.findall(text)
         question = QUESTION.search(text)
         assert question is not None
-        assert len(given) == len(dict(given)) == needles
+        assert len(given) == len(dict(given)) == (1 if corpus.name.startswith("passkey") else 4)
         assert dict(given)[question[1]] == question[2]
         depths.append(text.index(f"of {question[1]} is") / len(text))
     assert min(depths) < 0.2
-    assert max(depths) > 0.8
-    assert np.mean(depths) == pytest.approx(0.5, abs=0.15)
+    assert max(depths) > 0.7
+    assert np.mean(depths) == pytest.approx(0.45, abs=0.15)
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:1000"])
-def test_the_number_alone_is_scored(tokenizer: str) -> None:
-    corpus = load("needles:400", tokenizer=tokenizer)
+def test_the_number_alone_is_scored(corpus: Corpus) -> None:
     for drawn in (
-        batch(corpus, "train", step=3, context=400, batch_size=8, seed=0),
-        *windows(corpus, "test", length=400, limit_tokens=8),
+        batch(corpus, "train", step=3, context=512, batch_size=8, seed=0),
+        *windows(corpus, "test", length=512, limit_tokens=8),
     ):
         for tokens, targets in zip(drawn.tokens, drawn.targets, strict=True):
             answer = corpus.decode(targets[targets != NOT_SCORED].numpy())
