@@ -97,8 +97,9 @@ def sitting(
         stack.enter_context(torch.random.fork_rng(devices=cuda))
         if recipe.compile:
             torch.compiler.reset()  # a process compiles a function for so many models and no more
-        trainer = Trainer(recipe, processes)
-        done, seconds = _restore(trainer, corpus, folder)
+        checkpoints = saved(folder)
+        trainer = Trainer(recipe, processes, blank=bool(checkpoints))
+        done, seconds = _restore(trainer, corpus, checkpoints[-1]) if checkpoints else (0, 0.0)
         path = folder / "metrics.jsonl"
         losses = losses_until(path, done)
         if processes.first:
@@ -239,12 +240,8 @@ def _is_due(step: int, every: int | None) -> bool:
     return every is not None and (step + 1) % every == 0
 
 
-def _restore(trainer: Trainer, corpus: Corpus, folder: Path) -> tuple[int, float]:
-    """Bring the trainer to the furthest checkpoint; the steps done and the seconds they took."""
-    checkpoints = saved(folder)
-    if not checkpoints:
-        return 0, 0.0
-    path = checkpoints[-1]
+def _restore(trainer: Trainer, corpus: Corpus, path: Path) -> tuple[int, float]:
+    """Bring the trainer to a checkpoint; the steps done and the seconds they took."""
     require_same_run(path, trainer.recipe, corpus)
     state = trainer.state()
     known = load(path, state, processes=trainer.processes)

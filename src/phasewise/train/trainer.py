@@ -30,14 +30,19 @@ RANK_STRIDE = 0x9E3779B97F4A7C15
 
 
 class Trainer:
-    """A model in training. Every process of a training makes one and calls the same methods."""
+    """A model in training. Every process of a training makes one and calls the same methods.
 
-    def __init__(self, recipe: TrainRecipe, processes: Processes) -> None:
+    blank: leave the weights without values, for `restore` to give.
+    """
+
+    def __init__(self, recipe: TrainRecipe, processes: Processes, *, blank: bool = False) -> None:
         self.recipe = recipe
         self.processes = processes
         torch.manual_seed(recipe.seed)
-        self.model = Transformer(recipe.model).to(processes.device).train()
-        if recipe.initial is not None:
+        with torch.device("meta") if blank else nullcontext():
+            model = Transformer(recipe.model)
+        self.model = (model.to_empty if blank else model.to)(device=processes.device).train()
+        if recipe.initial is not None and not blank:
             recipe.initial.fill(self.model)
         objective = Objective(self.model, recipe, sharding=shared_rows(recipe, processes))
         if recipe.sharding == "sharded" and processes.size > 1:
