@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +143,37 @@ def test_folder_with_something_else_is_refused_and_left_alone(capsys, tmp_path):
     assert code == 2
     assert "already exists: choose another folder" in err
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_corpus_that_changed_since_the_run_began_is_named(capsys, tmp_path):
+    text, out = tmp_path / "mine.txt", tmp_path / "run"
+    text.write_text("what is old " * 200)
+    options = [*MODEL, *BUDGET, "--data", f"text:{text}"]
+    assert train(capsys, "--out", out, *options)[0] == 0
+    (out / "report.json").unlink()
+    text.write_text("what is new " * 200)
+    code, _, err = train(capsys, "--out", out, "--resume")
+    assert code == 2
+    assert f"has changed since {out} was begun: choose another folder, or the data as it was" in err
+
+
+def test_checkpoint_with_a_damaged_file_is_named_and_the_one_before_goes_on(capsys, tmp_path):
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    options = [*OPTIONS, "--checkpoint-every", "2"]
+    assert train(capsys, "--out", out, *options)[0] == train(capsys, "--out", whole, *options)[0] == 0
+    (out / "report.json").unlink()
+    before, last = saved(out)
+    (part,) = last.glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:-1])
+    code, _, err = train(capsys, "--out", out, "--resume")
+    assert code == 2
+    assert (
+        f"{last} is damaged ({part.name} is not what was written): delete it to go on from {before.name}"
+        in err
+    )
+    shutil.rmtree(last)
+    assert train(capsys, "--out", out, "--resume")[0] == 0
+    assert metrics(out) == metrics(whole)
 
 
 def test_missing_tracker_package_is_named(capsys, tmp_path, monkeypatch):

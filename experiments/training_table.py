@@ -1,0 +1,50 @@
+"""The table of docs/train.md: `python -m experiments.training_table results/training/h200.json`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.readme_figure import ROOT, with_table
+
+PAGE = ROOT / "docs" / "train.md"
+NAMES = {"gpt2": "single-file GPT-2 trainer"}
+
+
+def speed_table(document: dict[str, Any]) -> str:
+    """Tokens a second of each case, and its ratios to those of the same run."""
+    lines = [
+        "| context | | attention | tokens/s | MFU | ms a step (quartiles) | to the single file | to RoPE | memory |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in document["values"]:
+        name = NAMES.get(row["case"], row["case"])
+        if "failed" in row:
+            lines.append(f"| {row['context']} | {name} | | failed | | | | | |")
+            continue
+        time = row["ms_per_step"]
+        ratios = (row.get(f"speed_to_{other}") for other in ("gpt2", "rope"))
+        cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        lines.append(
+            f"| {row['context']} | {name} | {row['attention']} | {row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | "
+            f"{time['median']:.1f} ({time['low']:.1f}-{time['high']:.1f}) | {cells[0]} | {cells[1]} | "
+            f"{row['peak_bytes'] / 2**30:.1f} GiB |"
+        )
+    sizes, versions = document["recipe"]["sizes"], document["versions"]
+    packages = ", ".join(
+        f"{name} {versions[name]}" for name in ("torch", "triton", "flash-attn-4") if name in versions
+    )
+    lines += [
+        "",
+        f"124M parameters (12 layers, width 768), {sizes['tokens']:,} tokens a step, bfloat16 on float32 weights, one "
+        f"{document['device']}; cases in turns in one run, median of up to {sizes['rounds']} samples of "
+        f"{sizes['steps']} steps. `results/training/h200.json`: commit {document['commit'][:10]}, {packages}.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    given = json.loads(Path(sys.argv[1]).read_text())
+    PAGE.write_text(with_table(PAGE.read_text(), speed_table(given), "training-speed"))
