@@ -1,10 +1,14 @@
 """Extending a checkpoint: what changes, what stays, what is refused, and that stopping loses nothing."""
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from phasewise.evaluate import measure
 from phasewise.frequencies import Linear, LongRoPE, YaRN
@@ -14,9 +18,11 @@ from phasewise.model.history import read_history
 from phasewise.train import extend as module
 from phasewise.train.continuation import ExtendRecipe, read_begun
 from phasewise.train.extend import extend
-from phasewise.train.extension import table
+from phasewise.train.extension import Report, table
+from phasewise.train.folder import read
 from phasewise.train.kept import keep
 from phasewise.train.loop import train
+from tests.train.extended import request
 from tests.train.small import CPU, corpus, recipe
 
 TRAINED = 12
@@ -111,8 +117,8 @@ def test_the_search_finds_divisors_no_worse_than_the_published_ones(checkpoint, 
 
 
 def test_a_stopped_extension_ends_as_an_unstopped_one(checkpoint, tmp_path, monkeypatch):
-    request = asked(checkpoint, length=(24, 48), steps=(2, 5))
-    whole = extend(request, tmp_path / "whole", figure=False)
+    wanted = asked(checkpoint, length=(24, 48), steps=(2, 5))
+    whole = extend(wanted, tmp_path / "whole", figure=False)
 
     class Impatient:
         asked = 0
@@ -122,8 +128,11 @@ def test_a_stopped_extension_ends_as_an_unstopped_one(checkpoint, tmp_path, monk
             return Impatient.asked % 4 == 0
 
     class Pressed:
+        def __init__(self, number=signal.SIGINT):
+            self.number = number
+
         def __enter__(self):
-            return Impatient()
+            return Impatient() if self.number == signal.SIGINT else lambda: False
 
         def __exit__(self, *_):
             pass
@@ -132,13 +141,13 @@ def test_a_stopped_extension_ends_as_an_unstopped_one(checkpoint, tmp_path, monk
     stops, resume = 0, False
     while True:
         try:
-            parts = extend(request, tmp_path / "parts", resume=resume, figure=False)
+            parts = extend(wanted, tmp_path / "parts", resume=resume, figure=False)
             break
         except Interrupted:
             stops, resume = stops + 1, True
     assert stops >= 2
     assert losses(parts) == losses(whole)
-    assert read_begun(tmp_path / "parts").recipe == request
+    assert read_begun(tmp_path / "parts").recipe == wanted
 
 
 def test_table_and_figure_hold_every_row(checkpoint, tmp_path):
@@ -203,9 +212,9 @@ def test_a_checkpoint_of_other_tokens_is_refused(checkpoint, tmp_path, monkeypat
 
 
 def test_resuming_as_something_else_or_from_other_weights_is_refused(checkpoint, tmp_path):
-    request = asked(checkpoint)
-    extend(request, tmp_path / "out", figure=False)
-    with pytest.raises(ValueError, match=r"begun with another steps \(\(3,\), now \(4,\)\)"):
+    wanted = asked(checkpoint)
+    extend(wanted, tmp_path / "out", figure=False)
+    with pytest.raises(ValueError, match=r"another steps"):
         extend(asked(checkpoint, steps=(4,)), tmp_path / "out", resume=True, figure=False)
     (tmp_path / "out" / "report.json").unlink()
     model = load(checkpoint / "model")
@@ -213,4 +222,21 @@ def test_resuming_as_something_else_or_from_other_weights_is_refused(checkpoint,
         model.norm.weight.mul_(1.5)
     save(model, checkpoint / "model")
     with pytest.raises(ValueError, match="the checkpoint or the corpus has changed since"):
-        extend(request, tmp_path / "out", resume=True, figure=False)
+        extend(wanted, tmp_path / "out", resume=True, figure=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context_processes", [1, 2])
+def test_two_processes_extend_as_one(checkpoint, tmp_path, context_processes):
+    pytest.importorskip("accelerate")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    program = ["-m", "tests.train.extended", str(checkpoint), str(tmp_path / "two"), str(context_processes)]
+    done = subprocess.run([*launch, *program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    two = read(tmp_path / "two" / "report.json", TypeAdapter(Report), "", "").values
+    one = extend(request(str(checkpoint), 1), tmp_path / "one", figure=False)
+    for mine, other in zip(two.rows, one.rows, strict=True):
+        assert mine.name == other.name
+        for at, expected in zip(mine.measurements, other.measurements, strict=True):
+            assert at.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert [stage.rule for stage in two.stages][:1] == [stage.rule for stage in one.stages][:1]

@@ -23,13 +23,15 @@ def extend(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from phasewise.hf.language_model import is_hugging_face
-    from phasewise.interrupt import Interrupted
+    from phasewise.interrupt import Interrupted, Terminated
     from phasewise.train.continuation import Continuation, ExtendRecipe, model_folder, read_begun
     from phasewise.train.extend import extend
     from phasewise.train.extend_hf import rewrite
     from phasewise.train.extension import table
     from phasewise.train.folder import Unwritten
     from phasewise.train.loop import Diverged
+    from phasewise.train.processes import join
+    from phasewise.train.processes import leave as part
 
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--out", type=Path)
@@ -70,15 +72,18 @@ def extend(arguments: Sequence[str]) -> int:
         )
         return 0
     remedy = f"everything done so far is kept; go on with: phasewise extend --out {options.out} --resume"
+    here = join(options.device)
     try:
         extension = extend(
             recipe,
             options.out,
             resume=options.resume,
             figure=options.figure,
-            device=options.device,
+            device=here,
             console=Console(stderr=True),
         )
+    except Terminated as error:
+        return leave(f"terminated at {error}; {remedy}", 0)
     except Interrupted as error:
         return leave(f"interrupted at {error}; {remedy}", INTERRUPTED)
     except KeyboardInterrupt:
@@ -87,6 +92,10 @@ def extend(arguments: Sequence[str]) -> int:
         return leave(f"{error}; {remedy}", FAILED)
     except Diverged as error:
         return leave(str(error), FAILED)
+    finally:
+        part()
+    if not here.first:
+        return 0
     if options.as_json:
         print((options.out / "report.json").read_text(), end="")
     else:

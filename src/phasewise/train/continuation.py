@@ -1,7 +1,7 @@
 """What an extension is made of, as frozen values that JSON holds."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -35,8 +35,14 @@ class Continuation(BaseModel):
     """Steps of each length over which the learning rate rises."""
     weight_decay: float = Field(default=0.1, ge=0)
     """AdamW's decoupled decay, on matrices only."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What matrix products are computed in while training."""
     recompute: bool = False
     """Compute each block again in the backward pass instead of keeping its activations."""
+    sharding: Literal["replicated", "sharded"] = "replicated"
+    """Of several processes: a whole model in each (DDP), or a part of every weight (FSDP2)."""
+    context_processes: int = Field(default=1, ge=1, le=2**16)
+    """Processes that share each row, for contexts longer than one device holds."""
     checkpoint_every: int = Field(default=100, ge=1, le=10**9)
     """Steps between checkpoints; the last step is always kept."""
     threads: int = Field(default=1, ge=1, le=1024)

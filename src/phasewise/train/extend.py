@@ -1,11 +1,14 @@
 """Continuing a checkpoint at longer lengths: its rates changed, trained on, measured before and after."""
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
 
@@ -15,18 +18,19 @@ from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.encodings.spectral import Spectral
 from phasewise.evaluate import Measurement, measure
 from phasewise.frequencies import AnyFrequencies, LongRoPE
-from phasewise.interrupt import Interrupted, interruptible
+from phasewise.interrupt import Interrupted, Terminated, interruptible
 from phasewise.model import ModelConfig, Transformer, rescaled
 from phasewise.model import folder as on_disk
 from phasewise.model.history import Stage, read_history, write_history
 from phasewise.record import record, replacing
 from phasewise.train.continuation import MODEL, Begun, Continuation, ExtendRecipe, model_folder, read_begun
 from phasewise.train.extension import Continued, Extension, Measured, Report, draw
-from phasewise.train.folder import REPORT, begin, held, read, require_free, writing
+from phasewise.train.folder import REPORT, begin, held, read, require_free, require_same, writing
 from phasewise.train.initial import Initial
 from phasewise.train.kept import keep
 from phasewise.train.loop import Diverged, cpu_threads, train
-from phasewise.train.recipe import TrainRecipe
+from phasewise.train.processes import Processes
+from phasewise.train.recipe import PLACEMENT, TrainRecipe
 from phasewise.train.report import CorpusFacts, require_matplotlib
 from phasewise.train.rules import Present, Search
 from phasewise.train.search import search
@@ -43,15 +47,18 @@ def extend(
     *,
     resume: bool = False,
     figure: bool = True,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | Processes = "cpu",
     console: Console | None = None,
 ) -> Extension:
     """Continue a checkpoint of this library as the recipe says, into the run folder `out`.
 
+    device: where; or, called in each of several processes, this one's place among them (`processes.join`):
+    all train, and the first one searches, measures and writes.
+
     The folder gets recipe.json at once, a folder for each length (metrics.jsonl, checkpoints, its model), and at
     the end `model`, whose config has the changed rates and whose history.json the lengths, figure.svg,
-    figure.png and report.json. Ctrl-C raises Interrupted with everything done so far on the disk; `resume`
-    goes on from there and ends with the same numbers.
+    figure.png and report.json. Ctrl-C raises Interrupted, SIGTERM Terminated, with everything done so far on
+    the disk; `resume` goes on from there and ends with the same numbers.
 
     Raises ValueError before anything is written for a folder that holds something else, a checkpoint that is
     no whole model or does not say its length, a length not above it, a rule that does not start from its
@@ -60,34 +67,39 @@ def extend(
     on_disk.require_safetensors()
     if figure:
         require_matplotlib()
-    if not resume:
-        require_free(out)
-        work = _prepare(recipe, out, device)
-        with begin(out, work.begun):
-            return work.finish(figure=figure, console=console)
-    begun = read_begun(out)
-    before, now = begun.recipe.model_dump(), recipe.model_dump()
-    if differing := [
-        f"{name} ({before[name]}, now {now[name]})" for name in now if before[name] != now[name]
-    ]:
-        raise ValueError(
-            f"{out} was begun with another {', '.join(differing)}: resume it as begun, or choose another folder"
-        )
-    if (out / REPORT).exists():
-        remedy = "delete it to have it made again from the evaluations"
-        return read(out / REPORT, TypeAdapter(Report), "a report of extend", remedy).values
-    with held(out):
-        work = _prepare(recipe, out, device)
-        if work.begun != begun:
-            raise ValueError(f"the checkpoint or the corpus has changed since {out} was begun: restore it")
+    processes = device if isinstance(device, Processes) else Processes(0, 1, usable(device))
+    with ExitStack() as stack:
+        if resume:
+            begun = read_begun(out)
+            require_same(out, begun.recipe, recipe, free=PLACEMENT)
+            if (out / REPORT).exists():
+                return _finished(out)
+            processes.once(lambda: stack.enter_context(held(out)))
+            work = _prepare(recipe, out, processes)
+            if (work.begun.initial, work.begun.corpus_sha256) != (begun.initial, begun.corpus_sha256):
+                raise ValueError(
+                    f"the checkpoint or the corpus has changed since {out} was begun: restore it"
+                )
+        else:
+            processes.once(partial(require_free, out))
+            work = _prepare(recipe, out, processes)
+            processes.once(lambda: stack.enter_context(begin(out, work.begun)))
         return work.finish(figure=figure, console=console)
 
 
-def _prepare(recipe: ExtendRecipe, out: Path, device: torch.device | str) -> "_Work":
+def _finished(out: Path) -> Extension:
+    remedy = "delete it to have it made again from the evaluations"
+    return read(out / REPORT, TypeAdapter(Report), "a report of extend", remedy).values
+
+
+def _prepare(recipe: ExtendRecipe, out: Path, processes: Processes) -> "_Work":
     """Check everything that can be checked before anything is written."""
-    found = usable(device)
     folder = model_folder(recipe.checkpoint)
-    initial, model, history = Initial.of(folder), on_disk.load(folder, device=found), read_history(folder)
+    initial, model, history = (
+        Initial.of(folder),
+        on_disk.load(folder, device=processes.device),
+        read_history(folder),
+    )
     present = Present(_rates(model.config), _trained_length(recipe, folder, history))
     if recipe.length[0] <= present.length:
         raise ValueError(
@@ -105,7 +117,7 @@ def _prepare(recipe: ExtendRecipe, out: Path, device: torch.device | str) -> "_W
     work = _Work(
         recipe,
         out,
-        found,
+        processes,
         model,
         present,
         history,
@@ -118,7 +130,7 @@ def _prepare(recipe: ExtendRecipe, out: Path, device: torch.device | str) -> "_W
         else:
             work.turned(model, recipe.rule.at(present, length))
         if steps:
-            work.training(length, steps, model.config, initial)
+            work.training(length, steps, model.config, initial).divide(processes.size)
             batch(corpus, "train", step=0, context=length, batch_size=recipe.batch_size, seed=0)
     _require_fits(corpus, SPLIT, recipe.length[-1], recipe.evaluate_tokens, "evaluate_tokens")
     return work
@@ -158,7 +170,7 @@ class _Work:
 
     recipe: ExtendRecipe
     out: Path
-    device: torch.device
+    processes: Processes
     model: Transformer
     present: Present
     history: tuple[Stage, ...]
@@ -168,41 +180,57 @@ class _Work:
     def finish(self, *, figure: bool, console: Console | None) -> Extension:
         """Do what is left to do."""
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
-        progress = Progress(*columns, console=console or Console(quiet=True), transient=True)
-        with writing(self.out), cpu_threads(self.recipe.threads), interruptible() as stop, progress:
+        shown = console if console is not None and self.processes.first else Console(quiet=True)
+        progress = Progress(*columns, console=shown, transient=True)
+        with ExitStack() as stack:
+            pressed = stack.enter_context(interruptible())
+            told = stack.enter_context(interruptible(signal.SIGTERM))
+            for context in (writing(self.out), cpu_threads(self.recipe.threads), progress):
+                stack.enter_context(context)
             bar = progress.add_task("extend", total=sum(self.recipe.steps) or None, note="")
-            sitting = _Sitting(self, stop, progress, bar)
-            rows = [sitting.measured("before", lambda: self.model)]
-            stages = sitting.continued()
-            rule, kind = stages[-1].rule, self.recipe.rule.kind
-            if rule is not None:
-                rows.append(sitting.measured(kind, lambda: self.turned(self.model, rule)))
-            if steps := sum(stage.steps for stage in stages):
-                final = self.out / MODEL
-                rows.append(
-                    sitting.measured(
-                        f"{kind}, {steps} steps", lambda: on_disk.load(final, device=self.device)
-                    )
-                )
-            extension = Extension(
-                checkpoint=self.begun.initial.folder,
-                trained_length=self.present.length,
-                corpus=CorpusFacts.of(self.corpus, SPLIT),
-                split=SPLIT,
-                stages=stages,
-                rows=tuple(rows),
-            )
-            if figure:
-                for name in FIGURES:
-                    draw(extension, self.out / name)
-            # Last: a folder with a report is a finished run.
-            record(
-                self.out / REPORT,
-                recipe=self.begun.model_dump(mode="json"),
-                values=extension.model_dump(mode="json"),
-                device=self.device,
-            )
+            sitting = _Sitting(self, lambda: pressed() or told(), progress, bar)
+            try:
+                extension = self._extended(sitting)
+            except Interrupted as error:
+                raise (Terminated if any(self.processes.gather(told())) else Interrupted)(
+                    str(error)
+                ) from error
+            self.processes.once(lambda: self._report(extension, figure=figure))
         return extension
+
+    def _extended(self, sitting: "_Sitting") -> Extension:
+        rows = [sitting.measured("before", lambda: self.model)]
+        stages = sitting.continued()
+        rule, kind = stages[-1].rule, self.recipe.rule.kind
+        if rule is not None:
+            rows.append(sitting.measured(kind, lambda: self.turned(self.model, rule)))
+        if steps := sum(stage.steps for stage in stages):
+            final = self.out / MODEL
+            rows.append(sitting.measured(f"{kind}, {steps} steps", lambda: self.opened(final)))
+        return Extension(
+            checkpoint=self.begun.initial.folder,
+            trained_length=self.present.length,
+            corpus=CorpusFacts.of(self.corpus, SPLIT),
+            split=SPLIT,
+            stages=stages,
+            rows=tuple(rows),
+        )
+
+    def _report(self, extension: Extension, *, figure: bool) -> None:
+        if figure:
+            for name in FIGURES:
+                draw(extension, self.out / name)
+        # Last: a folder with a report is a finished run.
+        record(
+            self.out / REPORT,
+            recipe=self.begun.model_dump(mode="json"),
+            values=extension.model_dump(mode="json"),
+            device=self.processes.device,
+        )
+
+    def opened(self, folder: Path) -> Transformer:
+        """The model in a folder, on this process's device."""
+        return on_disk.load(folder, device=self.processes.device)
 
     def turned(self, model: Transformer, rule: AnyFrequencies | None) -> Transformer:
         """The model with these rates; itself for none."""
@@ -249,13 +277,13 @@ class _Sitting:
         for length, steps in zip(work.recipe.length, work.recipe.steps, strict=True):
             folder = work.out / "stages" / str(length)
             to = work.out / MODEL if length == work.recipe.length[-1] else folder / MODEL
-            if not (folder / STAGE).exists():
+            if not work.processes.gather((folder / STAGE).exists())[0]:
                 self._continue(model, initial, folder, to, length, steps, done)
             remedy = f"delete {folder} to have it trained again"
             stages.append(read(folder / STAGE, TypeAdapter(Continued), "a stage of extend", remedy))
             done += steps
             self.progress.update(self.bar, completed=done)
-            model, initial = on_disk.load(to, device=work.device), Initial.of(to)
+            model, initial = work.opened(to), Initial.of(to)
         return tuple(stages)
 
     def _continue(
@@ -279,14 +307,15 @@ class _Sitting:
                 self.progress.update(self.bar, completed=done + step, note=f"loss {loss:.3f} at {length}")
 
             try:
-                trained = train(training, corpus, folder, device=work.device, on_step=on_step, stop=self.stop)
+                trained = train(
+                    training, corpus, folder, device=work.processes, on_step=on_step, stop=self.stop
+                )
             except (Interrupted, Diverged) as error:
                 raise type(error)(f"length {length}: {error}") from error
             loss, seconds = trained.loss, trained.seconds
-            keep(trained.model, to, training, corpus)
+            work.processes.once(lambda: keep(trained.model, to, training, corpus))
         else:
-            on_disk.save(model, to)
-            write_history(to, work.history)
+            work.processes.once(lambda: self._unchanged(model, to))
         stage = Continued(
             length=length,
             steps=steps,
@@ -296,8 +325,11 @@ class _Sitting:
             train_seconds=seconds,
             candidates=candidates,
         )
-        with replacing(folder / STAGE) as unfinished:
-            unfinished.write_text(stage.model_dump_json(indent=2))
+        work.processes.once(lambda: _write(folder / STAGE, stage))
+
+    def _unchanged(self, model: Transformer, to: Path) -> None:
+        on_disk.save(model, to)
+        write_history(to, self.work.history)
 
     def _rule(self, model: Transformer, folder: Path, length: int) -> tuple[AnyFrequencies | None, int]:
         """What the rates become at a length, and how many candidates were measured for it."""
@@ -311,7 +343,8 @@ class _Sitting:
             self.progress.update(self.bar, note=f"searching rates for {length}")
             return self._measure(work.turned(model, rule), batches).loss
 
-        rule, tried = search(
+        look = partial(
+            search,
             way,
             work.present,
             length,
@@ -320,23 +353,20 @@ class _Sitting:
             seed=work.recipe.seed,
             path=folder / "search.json",
         )
+        work.processes.once(look)
+        rule, tried = look()  # which measures nothing: all losses are on the disk
         return rule, len(tried)
 
     def measured(self, name: str, model: Callable[[], Transformer]) -> Measured:
         """A model's losses at every length, read where an earlier sitting measured them."""
         path = self.work.out / "evaluations" / f"{name.replace(', ', '-').replace(' ', '-')}.json"
-        if not path.exists():
-            found, plan = model(), self.work.plan
-            row = Measured(
-                name=name,
-                measurements=tuple(
-                    self._measure(found, plan(SPLIT, length, self.work.recipe.evaluate_tokens))
-                    for length in self.work.lengths()
-                ),
-            )
-            with replacing(path) as unfinished:
-                unfinished.write_text(row.model_dump_json(indent=2))
+        self.work.processes.once(lambda: path.exists() or self._write_measured(path, name, model()))
         return read(path, TypeAdapter(Measured), "an evaluation of extend", "delete it to measure again")
+
+    def _write_measured(self, path: Path, name: str, model: Transformer) -> None:
+        tokens = self.work.recipe.evaluate_tokens
+        plans = [self.work.plan(SPLIT, length, tokens) for length in self.work.lengths()]
+        _write(path, Measured(name=name, measurements=tuple(self._measure(model, plan) for plan in plans)))
 
     def _measure(self, model: Transformer, batches: Windows) -> Measurement:
         self.progress.update(self.bar, note=f"measuring at {batches.length}")
@@ -345,8 +375,13 @@ class _Sitting:
             _until(self.stop, batches),
             length=batches.length,
             stride=batches.stride,
-            device=self.work.device,
+            device=self.work.processes.device,
         )
+
+
+def _write(path: Path, value: BaseModel) -> None:
+    with replacing(path) as unfinished:
+        unfinished.write_text(value.model_dump_json(indent=2))
 
 
 def _until(stop: Callable[[], bool], batches: Iterable[Batch]) -> Iterator[Batch]:

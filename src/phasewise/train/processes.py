@@ -16,9 +16,13 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from phasewise.device import usable
+from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
 from phasewise.model.parallel import Sharding
 from phasewise.train.recipe import Execution
+
+TOLD = (ValueError, OSError, Interrupted)
+"""What goes wrong in one process and is raised in all."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,17 @@ class Processes:
         return found
 
     def once(self, action: Callable[[], object]) -> None:
-        """Have the first process do something; its ValueError is raised in all."""
+        """Have the first process do something; its ValueError, OSError or Interrupted is raised in all."""
         problem = None
         if self.first:
             try:
                 action()
-            except ValueError as error:
-                problem = str(error)
+            except TOLD as error:
+                problem = next(kind for kind in TOLD if isinstance(error, kind)), str(error)
         told = self.gather(problem)[0]
         if told is not None:
-            raise ValueError(told)
+            kind, text = told
+            raise kind(text)
 
 
 def join(device: torch.device | str) -> Processes:
