@@ -7,7 +7,9 @@ A second part measures ramps of several widths, with and without YaRN's factor, 
 
 import argparse
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import torch
@@ -30,10 +32,11 @@ def main() -> None:
     for name in ("checkpoint", "tokenizer", "texts"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--tokens", type=int, default=163_840)
+    parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--length", type=int, default=WANTED)
     parser.add_argument("--trained", type=int, default=TRAINED)
-    parser.add_argument("--examples", type=int, default=3)
+    parser.add_argument("--examples", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after, keeping what is done")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
@@ -41,16 +44,32 @@ def main() -> None:
     documents = {name: split.lengths.tolist() for name, split in corpus.splits.items()}
     recipe = {
         **{name: value.name if isinstance(value, Path) else value for name, value in vars(given).items()},
+        "seconds": str(given.seconds),
         "texts": sorted(path.name for path in given.texts.iterdir()),
         "tokens of documents": documents,
     }
     trial = Trial(tokens=given.tokens, examples=given.examples)
     wanted = Wanted(length=given.length, trained_length=given.trained, measure=trial)
+    started = monotonic()
     with interruptible() as stop:
-        found = advise(given.checkpoint, corpus, wanted, dtype=given.dtype, device=given.device, stop=stop)
+        found = advise(
+            given.checkpoint,
+            corpus,
+            wanted,
+            dtype=given.dtype,
+            device=given.device,
+            stop=lambda: stop() or monotonic() - started > given.seconds,
+        )
         write(given.out, recipe, found, {}, given.device)
         said(found)
-        write(given.out, recipe, found, ramps(given, corpus), given.device)
+        print(f"{monotonic() - started:.0f} s", flush=True)
+        more: dict[str, list[float]] = {}
+        for name, losses in ramps(given, corpus):
+            more[name] = losses
+            write(given.out, recipe, found, more, given.device)
+            print(name, losses, flush=True)
+            if stop() or monotonic() - started > given.seconds:
+                break
 
 
 def write(path: Path, recipe: dict, found: Advice, more: dict, device: str) -> None:
@@ -58,7 +77,7 @@ def write(path: Path, recipe: dict, found: Advice, more: dict, device: str) -> N
     record(path, recipe=recipe, values=values, device=device)
 
 
-def ramps(given: argparse.Namespace, corpus: Corpus) -> dict[str, list[float]]:
+def ramps(given: argparse.Namespace, corpus: Corpus) -> Iterator[tuple[str, list[float]]]:
     """Loss at the trained and the wanted length, by the turns from which rates are kept and the factor."""
     model = open_language_model(given.checkpoint, dtype=given.dtype, device=given.device)
     rule, channels = model.frequencies, model.channels
@@ -77,15 +96,13 @@ def ramps(given: argparse.Namespace, corpus: Corpus) -> dict[str, list[float]]:
         device=torch.device(given.device),
     )
     turns = rates * given.trained / (2 * math.pi)
-    found = {}
     for most in MOST_TURNS:
         kept = np.log(turns) / math.log(most) if most > 1 else (turns >= 1).astype(float)
         slowed = rates / stretch ** np.clip(1 - kept, 0, 1)
         for factor in (1.0, 0.1 * math.log(stretch) + 1):
             ramp = Explicit(values=tuple(slowed.tolist()), attention=factor)
             measured = bench.measure(ramp, lambda: None)
-            found[f"{most:g} turns, factor {factor:.4f}"] = [measured.loss(length) for length in lengths]
-    return found
+            yield f"{most:g} turns, factor {factor:.4f}", [measured.loss(length) for length in lengths]
 
 
 def said(found: Advice) -> None:

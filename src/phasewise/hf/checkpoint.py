@@ -65,6 +65,10 @@ def load(
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken, fetch it again")
+    if dtype is not None:
+        # Where a loader keeps its own dtype, as for .gguf files. Parameters alone: buffers hold the rates.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     return model.to(device).eval()
 
 
