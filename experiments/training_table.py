@@ -1,7 +1,8 @@
-"""The table of docs/train.md: `python -m experiments.training_table results/training/h200.json`."""
+"""The table of docs/train.md: `python -m experiments.training_table results/training/h200*.json`."""
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,26 @@ PAGE = ROOT / "docs" / "train.md"
 NAMES = {"gpt2": "single-file GPT-2 trainer"}
 
 
-def speed_table(document: dict[str, Any]) -> str:
+def speed_table(documents: Sequence[dict[str, Any]]) -> str:
     """Tokens a second of each case, and its ratios to those of the same run."""
+    document = documents[0]
     lines = [
         "| context | | attention | tokens/s | MFU | ms a step (quartiles) | to the single file | to RoPE | memory |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in document["values"]:
+    for row in sorted((row for one in documents for row in one["values"]), key=lambda row: row["context"]):
         name = NAMES.get(row["case"], row["case"])
         if "failed" in row:
             lines.append(f"| {row['context']} | {name} | | failed | | | | | |")
             continue
         time = row["ms_per_step"]
+        spread = f" ({time['low']:.1f}-{time['high']:.1f})" if "low" in time else ""
         ratios = (row.get(f"speed_to_{other}") for other in ("gpt2", "rope"))
         cells = ["" if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        memory = f"{row['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in row else ""
         lines.append(
             f"| {row['context']} | {name} | {row['attention']} | {row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | "
-            f"{time['median']:.1f} ({time['low']:.1f}-{time['high']:.1f}) | {cells[0]} | {cells[1]} | "
-            f"{row['peak_bytes'] / 2**30:.1f} GiB |"
+            f"{time['median']:.1f}{spread} | {cells[0]} | {cells[1]} | {memory} |"
         )
     sizes, versions = document["recipe"]["sizes"], document["versions"]
     packages = ", ".join(
@@ -38,13 +41,14 @@ def speed_table(document: dict[str, Any]) -> str:
         "",
         f"124M parameters (12 layers, width 768), {sizes['tokens']:,} tokens a step, bfloat16 on float32 weights, one "
         f"{document['device']}; cases in turns in one run, median of up to {sizes['rounds']} samples of "
-        f"{sizes['steps']} steps. `results/training/h200.json`: commit {document['commit'][:10]}, {packages}.",
+        f"{sizes['steps']} steps. `results/training/`, {packages}.",
+        *(one["recipe"]["note"] for one in documents if "note" in one["recipe"]),
     ]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) < 2:
         sys.exit(__doc__)
-    given = json.loads(Path(sys.argv[1]).read_text())
+    given = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
     PAGE.write_text(with_table(PAGE.read_text(), speed_table(given), "training-speed"))
