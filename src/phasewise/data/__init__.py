@@ -2,7 +2,10 @@
 
 from phasewise.data.batches import NOT_SCORED, Batch, Windows, batch, windows
 from phasewise.data.corpus import Corpus, Documents, Split, Task
+from phasewise.data.kinds import Origin
+from phasewise.data.shards import verify
 from phasewise.data.sources import NAMES, load, tokenizer_of
+from phasewise.data.tokenization import tokenize
 
 __all__ = [
     "NAMES",
@@ -10,11 +13,14 @@ __all__ = [
     "Batch",
     "Corpus",
     "Documents",
+    "Origin",
     "Split",
     "Task",
     "Windows",
     "batch",
     "load",
+    "tokenize",
     "tokenizer_of",
+    "verify",
     "windows",
 ]
