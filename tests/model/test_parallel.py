@@ -1,5 +1,6 @@
 """Rows shared by processes give what one process gives: logits, loss and every gradient."""
 
+import gc
 import weakref
 from functools import lru_cache
 
@@ -98,6 +99,29 @@ def test_only_one_layers_gathered_keys_and_values_are_alive_at_a_time(mesh, monk
     loss.backward()
     assert (len(gathered), most) == (12, 2)
     assert not any(storage() is not None for storage in gathered)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rope-geometric", "pope-geometric", "tapa", "alibi"])
+def test_gpu_kernels_take_gathered_keys_as_they_lie_and_keep_none_of_them(mesh, monkeypatch, name):
+    alive, gather = [], Sharding.gather
+
+    def watched(self, part, *, dim):
+        whole = gather(self, part, dim=dim)
+        alive.append(weakref.ref(whole.untyped_storage()))
+        return whole
+
+    monkeypatch.setattr(Sharding, "gather", watched)
+    found = []
+    for sharding in (None, Sharding.over(mesh)):
+        model = model_of(ENCODINGS[name], dtype=torch.float32)
+        logits = model(tokens_of(1, 32), sharding=sharding, impl="triton")
+        gc.collect()  # the interpreter's launches refer to themselves
+        assert not any(storage() is not None for storage in alive)
+        logits.square().sum().backward()
+        found.append({"logits": logits.detach(), **gradients(model)})
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=2e-5, atol=2e-5 * float(value.abs().max()))
 
 
 @pytest.mark.parametrize(
