@@ -11,7 +11,7 @@ solved from 90 %.
 
 import argparse
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from phasewise.data import Corpus, load
 from phasewise.device import usable
+from phasewise.interrupt import interruptible
 from phasewise.model import Transformer
-from phasewise.record import record
+from phasewise.record import record, replacing
 from phasewise.train.objective import autocast
 from phasewise.train.recipe import TrainRecipe
 from phasewise.train.side_by_side import train_side_by_side
@@ -115,27 +116,66 @@ class Watch:
             found[name] = {"last": last, "best": {"steps": steps, **best}}
         return found
 
+    def save(self, folder: Path, steps: int) -> None:
+        """Keep what a resumed run needs beside its checkpoint, and what the one before it needs."""
+        earlier = sorted(folder.glob("watch-*.pt"))
+        state = {"average": self.average.state_dict(), "curve": self.curve, "best": self.best}
+        with replacing(folder / f"watch-{steps:08d}.pt") as unfinished:
+            torch.save(state, unfinished)
+        for path in earlier[:-1]:
+            path.unlink()
+
+    def load(self, folder: Path, steps: int) -> None:
+        """Go on from what was kept at a checkpoint."""
+        path = folder / f"watch-{steps:08d}.pt"
+        if not path.exists():
+            raise ValueError(f"{path} is missing: delete {folder.parent} to train these models again")
+        state = torch.load(path, map_location=self.watched.tokens.device, weights_only=True)
+        self.average.load_state_dict(state["average"])
+        self.curve, self.best = state["curve"], state["best"]
+
 
 def run(
-    recipes: Mapping[str, TrainRecipe], folder: Path, device: torch.device, *, test: bool = True
+    recipes: Mapping[str, TrainRecipe],
+    folder: Path,
+    device: torch.device,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, dict[str, object]]:
-    """Train side by side; each model's curve and accuracies by the rule."""
+    """Train side by side; each model's curve and accuracies by the rule. An interrupted run goes on from there."""
     corpus = load("indirect-indexing")
     watched = Examples.of(corpus, "validation", device, WATCHED)
     watches: dict[str, Watch] = {}
-    started = perf_counter()
+    done, started = 0, perf_counter()
+
+    def keep() -> None:
+        for name, watch in watches.items():
+            watch.save(folder / name, done)
 
     def on_block(steps: int, models: Mapping[str, Transformer]) -> None:
+        nonlocal done
         for name, model in models.items():
-            watches.setdefault(name, Watch(model, watched)).block(steps, steps == recipes[name].steps)
+            if name not in watches:
+                watches[name] = Watch(model, watched)
+                if steps > BLOCK:
+                    watches[name].load(folder / name, steps - BLOCK)
+            watches[name].block(steps, steps == recipes[name].steps)
+        done = steps
+        if all(steps % recipe.checkpoint_every == 0 for recipe in recipes.values()):
+            keep()
         if steps % EVERY == 0:
             latest = {name: f"{watch.curve[-1]['average']:.3f}" for name, watch in watches.items()}
             print(f"{perf_counter() - started:.0f} s, step {steps}: {latest}", flush=True)
 
-    trained = train_side_by_side(recipes, corpus, folder, device=device, block=BLOCK, on_block=on_block)
-    splits = {"validation": Examples.of(corpus, "validation", device)}
-    if test:
-        splits["test"] = Examples.of(corpus, "test", device)
+    def stopping() -> bool:
+        asked = stop()
+        if asked:
+            keep()
+        return asked
+
+    trained = train_side_by_side(
+        recipes, corpus, folder, device=device, block=BLOCK, on_block=on_block, stop=stopping
+    )
+    splits = {split: Examples.of(corpus, split, device) for split in ("validation", "test")}
     return {
         name: {"seed": recipes[name].seed, "train_loss": trained[name].loss, **watch.results(splits)}
         for name, watch in watches.items()
@@ -158,7 +198,8 @@ def main() -> None:
         for name in given.encodings
         for seed in given.seeds
     }
-    found = run(recipes, given.folder, device)
+    with interruptible() as stop:
+        found = run(recipes, given.folder, device, stop)
     for name in given.encodings:
         seeds = [found[f"{name}-seed{seed}"] for seed in given.seeds]
         tests = [seed["average"]["best"]["test"] for seed in seeds]  # type: ignore[index]

@@ -9,8 +9,9 @@ same initial weights, but for PoPE's phases, and the same batches.
 """
 
 import argparse
+import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,8 +19,9 @@ import torch
 from phasewise.data import Corpus, load, windows
 from phasewise.device import usable
 from phasewise.evaluate import Measurement, measure
+from phasewise.interrupt import interruptible
 from phasewise.model import Transformer
-from phasewise.record import record
+from phasewise.record import record, replacing
 from phasewise.train.objective import Served
 from phasewise.train.recipe import TrainRecipe
 from phasewise.train.side_by_side import train_side_by_side
@@ -34,6 +36,8 @@ QUANTILE = 2.776
 """Of Student's t with 4 degrees of freedom, 97.5 %: half the width of a 95 % interval in standard errors."""
 
 Point = dict[str, float]
+"""Steps, validation and, where that is the lowest so far, test, of one model."""
+Curves = dict[str, list[Point]]
 
 
 def likelihood(model: Transformer, recipe: TrainRecipe, corpus: Corpus, split: str) -> Measurement:
@@ -47,41 +51,42 @@ def likelihood(model: Transformer, recipe: TrainRecipe, corpus: Corpus, split: s
 
 
 def run(
-    recipes: Mapping[str, TrainRecipe], corpus: Corpus, folder: Path, device: torch.device
-) -> dict[str, dict[str, object]]:
-    """Train side by side; each model's validation curve and its best checkpoint's test likelihood."""
-    curves: dict[str, list[Point]] = {name: [] for name in recipes}
-    best: dict[str, dict[str, float]] = {}
+    recipes: Mapping[str, TrainRecipe],
+    corpus: Corpus,
+    folder: Path,
+    device: torch.device,
+    stop: Callable[[], bool] = lambda: False,
+    told: Callable[[Curves], None] = lambda _curves: None,
+) -> Curves:
+    """Train side by side; the curve of each model, of which `told` hears as it grows.
+
+    An interrupted run goes on from its last checkpoint, and its curves from the points before that.
+    """
+    kept = folder / "curves.json"
+    curves: Curves = json.loads(kept.read_text()) if kept.exists() else {name: [] for name in recipes}
 
     def on_block(steps: int, models: Mapping[str, Transformer]) -> None:
-        for name, model in models.items() if steps % EVERY == 0 else ():
+        if steps % EVERY:
+            return
+        for name, model in models.items():
+            before = [point for point in curves[name] if point["steps"] < steps]
             loss = likelihood(model, recipes[name], corpus, "validation").loss
-            curves[name].append({"steps": steps, "validation": loss})
-            if name not in best or loss < best[name]["validation"]:
+            point: Point = {"steps": steps, "validation": loss}
+            if all(loss < other["validation"] for other in before):
                 test = likelihood(model, recipes[name], corpus, "test")
-                best[name] = {
-                    "steps": steps,
-                    "validation": loss,
-                    "test": test.loss,
-                    "test_accuracy": test.accuracy,
-                    "test_tokens": test.tokens,
-                }
-        if steps % EVERY == 0:
-            print(
-                f"step {steps}: { ({name: round(curve[-1]['validation'], 4) for name, curve in curves.items()}) }",
-                flush=True,
-            )
+                point |= {"test": test.loss, "test_accuracy": test.accuracy, "test_tokens": test.tokens}
+            curves[name] = [*before, point]
+        with replacing(kept) as unfinished:
+            unfinished.write_text(json.dumps(curves))
+        told(curves)
 
-    trained = train_side_by_side(recipes, corpus, folder, device=device, block=BLOCK, on_block=on_block)
-    return {
-        name: {
-            "seed": recipe.seed,
-            "train_loss": trained[name].loss,
-            "best": best[name],
-            "curve": curves[name],
-        }
-        for name, recipe in recipes.items()
-    }
+    train_side_by_side(recipes, corpus, folder, device=device, block=BLOCK, on_block=on_block, stop=stop)
+    return curves
+
+
+def best(curve: list[Point]) -> Point:
+    """The point that the rule chooses: the lowest on validation, the earlier of equals."""
+    return min(curve, key=lambda point: point["validation"])
 
 
 def paired(rope: list[float], pope: list[float]) -> dict[str, object]:
@@ -108,18 +113,26 @@ def main() -> None:
         for name, recipe in read.items()
         for seed in SEEDS
     }
-    found = run(recipes, corpus, given.folder, device)
-    tests = {name: [found[f"{name}-seed{seed}"]["best"]["test"] for seed in SEEDS] for name in PAPER}  # type: ignore[index]
-    values = {
-        "test": {name: {"mean": statistics.fmean(seeds), "seeds": seeds} for name, seeds in tests.items()},
-        "pope_less_rope": paired(tests["rope"], tests["pope"]),
-        "paper": PAPER,
-        "runs": found,
-    }
     training = {name: recipe.model_dump(mode="json", exclude={"seed"}) for name, recipe in read.items()}
-    told = {"training": training, "seeds": SEEDS, "rule": __doc__.split("\n\n")[2]}
-    record(given.out / "chorales.json", recipe=told, values=values, device=device)
-    print(values["test"], values["pope_less_rope"], flush=True)
+    rule = {"training": training, "seeds": SEEDS, "rule": __doc__.split("\n\n")[2]}
+
+    def write(curves: Curves) -> None:
+        chosen = {name: [best(curves[f"{name}-seed{seed}"]) for seed in SEEDS] for name in PAPER}
+        tests = {name: [point["test"] for point in points] for name, points in chosen.items()}
+        values = {
+            "steps": curves[f"rope-seed{SEEDS[0]}"][-1]["steps"],
+            "test": {
+                name: {"mean": statistics.fmean(seeds), "seeds": seeds} for name, seeds in tests.items()
+            },
+            "pope_less_rope": paired(tests["rope"], tests["pope"]),
+            "paper": PAPER,
+            "curves": curves,
+        }
+        record(given.out / "chorales.json", recipe=rule, values=values, device=device)
+        print({name: values[name] for name in ("steps", "test", "pope_less_rope")}, flush=True)
+
+    with interruptible() as stop:
+        run(recipes, corpus, given.folder, device, stop, write)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch
 
 from experiments import indirect_indexing, jsb_chorales, small_model_speed
 from phasewise.data import load
+from phasewise.interrupt import Interrupted
 from phasewise.train.recipe import TrainRecipe
 
 CPU = torch.device("cpu")
@@ -76,26 +77,58 @@ def test_paired_difference_and_its_interval_are_those_of_students_t():
     assert found["interval_95"] == pytest.approx([-0.3 - 0.196299, -0.3 + 0.196299], abs=1e-5)
 
 
-def test_chorales_keep_the_best_validation_step(tmp_path, monkeypatch):
+def test_indirect_indexing_resumed_equals_the_run_in_one_sitting(tmp_path, monkeypatch):
+    for name, value in {"BLOCK": 2, "EVERY": 4, "WATCHED": 20, "KEPT": 0.5}.items():
+        monkeypatch.setattr(indirect_indexing, name, value)
+    given = {"pope": small("indirect-indexing-pope", checkpoint_every=4)}
+    whole = indirect_indexing.run(given, tmp_path / "whole", CPU)
+    for block in (1, 2):
+        asked = iter(range(1, 100))
+        with pytest.raises(Interrupted):
+            indirect_indexing.run(
+                given, tmp_path / "parts", CPU, lambda asked=asked, block=block: next(asked) == block
+            )
+    assert indirect_indexing.run(given, tmp_path / "parts", CPU) == whole
+
+
+def test_chorales_keep_the_best_validation_step_over_sittings(tmp_path, monkeypatch):
     class Found:
         def __init__(self, loss):
             self.loss, self.accuracy, self.tokens = loss, 0.5, 7
 
-    told = iter([Found(2.0), Found(2.5), Found(1.0), Found(1.5), Found(3.0), Found(0.9), Found(0.95)])
+    told = iter(
+        [
+            Found(2.0),
+            Found(2.5),
+            Found(1.0),
+            Found(1.5),
+            Found(1.0),
+            Found(1.5),
+            Found(3.0),
+            Found(0.9),
+            Found(0.95),
+        ]
+    )
     monkeypatch.setattr(jsb_chorales, "BLOCK", 2)
     monkeypatch.setattr(jsb_chorales, "EVERY", 2)
     monkeypatch.setattr(jsb_chorales, "likelihood", lambda *_: next(told))
-    given = small("jsb-pope", context=24, data="austen")
-    given = given.model_copy(update={"model": given.model.model_copy(update={"vocab_size": 256})})
-    found = jsb_chorales.run({"pope": given}, load("austen"), tmp_path, CPU)["pope"]
-    assert found["best"] == {
-        "steps": 8,
-        "validation": 0.9,
-        "test": 0.95,
-        "test_accuracy": 0.5,
-        "test_tokens": 7,
-    }
-    assert [point["validation"] for point in found["curve"]] == [2.0, 1.0, 3.0, 0.9]
+    given = small("jsb-pope", context=24, data="austen", checkpoint_every=2)
+    given = {"pope": given.model_copy(update={"model": given.model.model_copy(update={"vocab_size": 256})})}
+
+    def kill(curves):
+        if curves["pope"][-1]["steps"] == 4:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        jsb_chorales.run(given, load("austen"), tmp_path, CPU, told=kill)
+    curve = jsb_chorales.run(given, load("austen"), tmp_path, CPU)["pope"]
+    assert [(point["steps"], point["validation"]) for point in curve] == [
+        (2, 2.0),
+        (4, 1.0),
+        (6, 3.0),
+        (8, 0.9),
+    ]
+    assert jsb_chorales.best(curve)["test"] == 0.95
 
 
 def test_speed_counts_the_steps_of_all_models(monkeypatch):

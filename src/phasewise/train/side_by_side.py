@@ -20,8 +20,8 @@ from torch import Tensor
 from phasewise.data import NOT_SCORED, Batch, Corpus, batch
 from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
-from phasewise.train.checkpoint import Checkpoint, save
-from phasewise.train.loop import Diverged, Trained, _restore, cpu_threads
+from phasewise.train.checkpoint import Checkpoint, load, require_same_run, save, saved
+from phasewise.train.loop import Diverged, Trained, cpu_threads
 from phasewise.train.metrics import cut, losses_until
 from phasewise.train.optimizer import learning_rate
 from phasewise.train.processes import Processes
@@ -69,6 +69,8 @@ def train_side_by_side(
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(max(recipe.threads for recipe in recipes.values())))
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        if any(recipe.compile for recipe in recipes.values()):
+            torch.compiler.reset()  # a process compiles a function for so many models and no more
         lanes = {name: Lane(recipe, corpus, folder / name, device) for name, recipe in recipes.items()}
         done, *others = sorted({lane.done for lane in lanes.values()})
         if others:
@@ -129,11 +131,14 @@ class Lane:
     def __init__(self, recipe: TrainRecipe, corpus: Corpus, folder: Path, device: torch.device) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.recipe, self.folder, self.device = recipe, folder, device
-        self.trainer = Trainer(recipe, Processes(rank=0, size=1, device=device))
+        checkpoints = saved(folder)
+        processes = Processes(rank=0, size=1, device=device)
+        self.trainer = Trainer(recipe, processes, blank=bool(checkpoints))
         _put_on_device(self.trainer.optimizer, device)
         self.random = _OnCuda(device) if device.type == "cuda" else _OnCpu()
-        with self.random:
-            self.done, self.seconds = _restore(self.trainer, corpus, folder)
+        self.done, self.seconds = 0, 0.0
+        if checkpoints:
+            self._restore(checkpoints[-1], corpus)
         self.losses = losses_until(folder / "metrics.jsonl", self.done)
         cut(folder / "metrics.jsonl", self.done)
         short = obstacle(recipe, corpus, device) is None
@@ -208,6 +213,14 @@ class Lane:
     def trained(self) -> Trained:
         tail = self.losses[-max(self.recipe.steps // 10, 1) :]
         return Trained(self.trainer.whole(), math.fsum(tail) / len(tail), self.seconds)
+
+    def _restore(self, path: Path, corpus: Corpus) -> None:
+        require_same_run(path, self.recipe, corpus)
+        with self.random:
+            state = self.trainer.state()
+            known = load(path, state)
+            self.trainer.restore(state)
+        self.done, self.seconds = known.step, known.seconds
 
     def _step(self) -> None:
         *batch, rate = (x.index_select(0, self.place)[0] for x in self.inputs)
