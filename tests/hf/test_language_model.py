@@ -142,7 +142,11 @@ def test_padding_on_either_side_changes_no_logits(name, tmp_path):
 
 def test_precision_is_the_one_asked_for(tmp_path):
     saved("llama", tmp_path)
-    assert open_language_model(tmp_path, dtype="bfloat16")(TOKENS).dtype == torch.bfloat16
+    model = open_language_model(tmp_path, dtype="bfloat16")
+    assert model(TOKENS).dtype == torch.bfloat16
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
+    served = model.served(Linear(base=1e4, factor=2.0))
+    assert {buffer.dtype for name, buffer in served.named_buffers() if "inv_freq" in name} == {torch.float32}
 
 
 def test_listed_rates_are_the_same_rates():
