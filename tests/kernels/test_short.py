@@ -22,10 +22,10 @@ def encoding(name):
     return PoPE(num_heads=HEADS, head_dim=WIDTH, magnitude=name, phase_init="uniform").to(DEVICE)
 
 
-def expected(x, dout, lengths, encoding):
-    """Output and gradients of x and the phase, float64, each row alone."""
-    encoding = encoding.double()
-    x = x.double().requires_grad_()
+def expected(x, dout, lengths, encoding, dtype=torch.float64):
+    """Output and gradients of x and the phase, in `dtype`, each row alone."""
+    encoding = encoding.to(dtype)
+    x = x.detach().to(dtype).requires_grad_()
     outs = []
     for row in x.split(list(lengths)):
         q, k, v = row.unbind(1)
@@ -33,19 +33,23 @@ def expected(x, dout, lengths, encoding):
         q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
         outs.append(reference(q, k, v, encoding, q_at=at, k_at=at)[0][0].transpose(0, 1))
     out = torch.cat(outs)
-    out.backward(dout.double())
+    out.backward(dout.to(dtype))
     return out.detach(), x.grad, [parameter.grad for parameter in encoding.parameters()]
 
 
-def found(x, dout, lengths, encoding, name):
+def arguments(x, lengths, encoding, name):
     at = Positions.arange(LONGEST, device=x.device)
     angle = encoding.phases(at, STANDARD)[0]
     length = torch.tensor([*lengths, 0], device=x.device)
     start = length.cumsum(0) - length
-    x = x.clone().requires_grad_()
     phase = next(encoding.parameters(), torch.empty(0, device=x.device))
     turn = torch.stack([phase.cos(), phase.sin()]).detach()
-    out = short_rows(x, start, length, angle.cos(), angle.sin(), phase, turn, name, WIDTH**-0.5)
+    return x, start, length, angle.cos(), angle.sin(), phase, turn, name, WIDTH**-0.5
+
+
+def found(x, dout, lengths, encoding, name):
+    x = x.clone().requires_grad_()
+    out = short_rows(*arguments(x, lengths, encoding, name))
     out.backward(dout)
     return out.detach(), x.grad, [parameter.grad for parameter in encoding.parameters()]
 
@@ -65,3 +69,25 @@ def test_a_row_of_no_tokens_adds_nothing_to_the_gradient_of_the_phase():
     torch.manual_seed(0)
     x, dout = torch.randn(5, 3, HEADS, WIDTH, device=DEVICE), torch.ones(5, HEADS, WIDTH, device=DEVICE)
     assert found(x, dout, (5,), encoding("softplus"), "softplus")[2][0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["rope", "softplus"])
+def test_operator_passes_torchs_checks(name):
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, HEADS, WIDTH, device=DEVICE, requires_grad=True)
+    torch.library.opcheck(short_rows, arguments(x, (2, 4), encoding(name), name))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_within_twice_the_eager_error(name):
+    torch.manual_seed(0)
+    x = torch.randn(sum(LENGTHS), 3, HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    dout = torch.randn(sum(LENGTHS), HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    want = expected(x, dout, LENGTHS, encoding(name), torch.float64)
+    eager = expected(x, dout, LENGTHS, encoding(name), torch.bfloat16)
+    got = found(x, dout, LENGTHS, encoding(name), name)
+    for a, b, c in zip(*((*each[:2], *each[2]) for each in (got, eager, want)), strict=True):
+        rounding = torch.finfo(torch.bfloat16).eps * c.abs().max()
+        assert (a - c).abs().max() <= 2 * (b - c).abs().max() + rounding

@@ -63,6 +63,15 @@ def train_side_by_side(
     Raises ValueError for recipes that a captured step cannot serve or that differ in their steps, and for
     folders that do not continue them; Diverged, with model and step, when a loss is no longer a number (the
     checkpoints stay).
+
+    >>> from phasewise.data import load
+    >>> from phasewise.encodings import RoPEConfig
+    >>> from phasewise.model import ModelConfig
+    >>> model = ModelConfig(vocab_size=256, width=16, layers=1, heads=2, encoding=RoPEConfig())
+    >>> recipe = TrainRecipe(model=model, seed=0, steps=2, warmup=1, context=16, batch_size=2)
+    >>> seeds = {f"seed{seed}": recipe.model_copy(update={"seed": seed}) for seed in range(2)}
+    >>> sorted(train_side_by_side(seeds, load("austen"), Path("runs/small"), device=torch.device("cpu")))
+    ['seed0', 'seed1']
     """
     _check(recipes, block)
     steps = next(iter(recipes.values())).steps
