@@ -1,9 +1,11 @@
 """Rows laid end to end against padded rows through the ordinary objective and torch's AdamW."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from phasewise.data import batch, load
+from phasewise.data import Task, batch, load
 from phasewise.encodings.pope import PoPEConfig
 from phasewise.encodings.rope import RoPEConfig
 from phasewise.frequencies import YaRN
@@ -99,3 +101,11 @@ def test_a_batch_further_from_the_mean_than_the_room_allows_is_refused():
 def test_what_the_step_cannot_serve_is_said(changes, device, words):
     said = obstacle(recipe(**changes), CORPUS, torch.device(device))
     assert (said is None) if words is None else (words in said)
+
+
+@pytest.mark.parametrize(
+    "task", [None, Task(row_length=65), Task(row_length=50, answer_length=None, answer_after=3)]
+)
+def test_tasks_that_the_step_cannot_serve_take_padded_rows(task):
+    said = obstacle(recipe(), replace(CORPUS, task=task), torch.device("cuda"))
+    assert said == "it takes tasks with answers of one length, in rows of at most 64 tokens"

@@ -37,8 +37,9 @@ def obstacle(recipe: TrainRecipe, corpus: Corpus, device: torch.device) -> str |
     model = recipe.model
     if device.type != "cuda":
         return "it runs on CUDA alone"
-    if corpus.task is None or corpus.task.row_length > LONGEST:
-        return f"it takes tasks with rows of at most {LONGEST} tokens"
+    task = corpus.task
+    if task is None or task.row_length > LONGEST or task.answer_length is None:
+        return f"it takes tasks with answers of one length, in rows of at most {LONGEST} tokens"
     if model.dropout or recipe.recompute or model.kv_heads != model.heads or model.head_dim not in WIDTHS:
         return f"it takes heads of width {WIDTHS}, each with its keys, without dropout or recomputation"
     encodings = [config.build(num_heads=1, head_dim=model.head_dim) for config in set(model.encodings)]

@@ -253,6 +253,7 @@ class Lane:
             random = torch.cuda.get_rng_state(self.device)
             for _ in range(WARM_UP):
                 self._step()
+                self.place.zero_()
             with torch.no_grad():
                 for tensor, before in zip(self._changed(), held, strict=True):
                     tensor.copy_(before)
