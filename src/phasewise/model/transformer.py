@@ -4,6 +4,7 @@ Letters: B batch rows, T tokens, S keys, W width, V vocabulary, Hq and Hkv query
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,10 @@ from phasewise.attention import Implementation, attention
 from phasewise.frequencies import AnyFrequencies
 from phasewise.model.cache import Cache
 from phasewise.model.config import ModelConfig
-from phasewise.model.parallel import Sharding
 from phasewise.positions import Positions
+
+if TYPE_CHECKING:  # it loads torch.distributed, and that Triton
+    from phasewise.model.parallel import Sharding
 
 INIT_STD = 0.02
 RESIDUAL_OUTPUTS = ("attention.output.weight", "feed_forward.down.weight")
@@ -53,7 +56,7 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         keep: int | None = None,
         impl: Implementation = "auto",
-        sharding: Sharding | None = None,
+        sharding: "Sharding | None" = None,
     ) -> Tensor:
         """The logits [B, T, V] of the token after each of `tokens` [B, T].
 
@@ -78,7 +81,7 @@ class Transformer(nn.Module):
         at: Positions | None = None,
         cache: Cache | None = None,
         impl: Implementation = "auto",
-        sharding: Sharding | None = None,
+        sharding: "Sharding | None" = None,
     ) -> Tensor:
         """What the head reads, [B, T, W]: `logits(hidden(tokens))` is `self(tokens)`, and may go in slices."""
         if tokens.ndim != 2:
@@ -140,7 +143,7 @@ class Block(nn.Module):
         k_at: Positions | None,
         cache: Cache | None,
         impl: Implementation,
-        sharding: Sharding | None,
+        sharding: "Sharding | None",
     ) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), q_at, k_at, cache, impl, sharding))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
@@ -177,7 +180,7 @@ class Attention(nn.Module):
         k_at: Positions | None,
         cache: Cache | None,
         impl: Implementation,
-        sharding: Sharding | None,
+        sharding: "Sharding | None",
     ) -> Tensor:
         q = self.query_norm(self._heads(self.query(x)))
         k = self.key_norm(self._heads(self.key(x)))
