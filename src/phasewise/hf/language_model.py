@@ -198,7 +198,8 @@ class _Own(LanguageModel):
         return _Own(rescaled(self.network, rule), trained_length=self.config.trained_length)
 
     def reader(self, *, trained_length: int | None = None) -> Reader:
-        return TransformerReader(self.network, trained_length=trained_length or self.config.trained_length)
+        known = self.config.trained_length if trained_length is None else trained_length
+        return TransformerReader(self.network, trained_length=known)
 
     def forward(self, tokens: Tensor, *, at: Positions | None = None, keep: int | None = None) -> Tensor:
         return self.network(tokens, at=at, keep=keep)

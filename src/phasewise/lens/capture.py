@@ -54,4 +54,6 @@ def _own(
             raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken")
     if dtype is not None:
         model.to(dtype)
-    return TransformerReader(model, trained_length=trained_length or history.trained_length(folder))
+    if trained_length is None:
+        trained_length = history.trained_length(folder)
+    return TransformerReader(model, trained_length=trained_length)
