@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import phasewise
-from experiments.readme_figure import encodings_table, with_table
+from experiments.readme_figure import MARKER, encodings_table, with_table
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "phasewise"
@@ -49,7 +49,7 @@ def test_readme_table_is_the_recorded_demo():
     if not report.exists():
         pytest.skip("results/demo/report.json is not recorded yet, so the README has no table to check")
     readme = (ROOT / "README.md").read_text()
-    assert readme == with_table(readme, encodings_table(json.loads(report.read_text())))
+    assert readme == with_table(readme, encodings_table(json.loads(report.read_text())), MARKER)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -12,13 +12,13 @@ from phasewise.cli.evaluate import evaluate
 from phasewise.cli.extend import extend
 from phasewise.cli.inspect import inspect
 from phasewise.cli.profile import profile
-from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, leave, one_line
+from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, Left, leave, one_line
 from phasewise.cli.tokenize import tokenize
 from phasewise.cli.train import train
 
 COMMANDS = {
-    "bench": bench,
     "compare": compare,
+    "tokenize": tokenize,
     "train": train,
     "extend": extend,
     "evaluate": evaluate,
@@ -26,7 +26,7 @@ COMMANDS = {
     "inspect": inspect,
     "advise": advise,
     "doctor": doctor,
-    "tokenize": tokenize,
+    "bench": bench,
 }
 
 
@@ -57,6 +57,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return COMMANDS[name](rest)
     except BrokenPipeError:
         raise
+    except Left as end:
+        return leave(str(end), end.code)
     except (ValueError, OSError) as error:
         return leave(one_line(error), BAD_INPUT)
     except KeyboardInterrupt:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-from phasewise.cli.terminal import INTERRUPTED, leave
+from phasewise.cli.report import Report, deliver, ended
 
 ADVISE = """Advise on serving a checkpoint at a longer length, on data; without one, on rates to pretrain with.
 
@@ -18,12 +18,9 @@ def advise(arguments: Sequence[str]) -> int:
     """Advise on serving a checkpoint at a longer length, or on rates to pretrain with."""
     import torch
     import tyro
-    from rich.console import Console
 
-    from phasewise.interrupt import Interrupted, interruptible
     from phasewise.lens.advise.advice import RATES_READ
     from phasewise.lens.advise.measured import Trial
-    from phasewise.lens.report import check_folder, write_json, write_report
 
     @dataclass(kw_only=True)
     class Options:
@@ -59,52 +56,11 @@ def advise(arguments: Sequence[str]) -> int:
         """Print report.json on stdout instead of the table."""
 
     options = tyro.cli(Options, prog="phasewise advise", args=arguments, description=ADVISE)
-    if options.out is not None:
-        check_folder(options.out)
-    recipe = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    report = {"kind": "advise", "recipe": recipe, "device": options.device}
-    try:
-        with interruptible() as stop:
-            made = _pretraining(options, stop) if options.checkpoint is None else _extension(options, stop)
-            if options.out is not None:
-                write_report(
-                    options.out,
-                    title=made.title,
-                    values=made.values,
-                    charts=made.charts,
-                    summary=made.summary,
-                    partial=made.partial,
-                    **report,
-                )
-    except Interrupted as error:
-        return leave(str(error), INTERRUPTED)
-    if options.as_json:
-        with TemporaryDirectory() as folder:
-            path = Path(folder, "report.json")
-            write_json(path, values=made.values, **report)
-            print(path.read_text(), end="")
-    else:
-        for part in made.shown:
-            Console().print(part, markup=False, highlight=False, soft_wrap=True)
-        if options.out is not None:
-            written = ", ".join(sorted(path.name for path in options.out.iterdir()))
-            print(f"Written to {options.out}: {written}")
-    return 0 if made.partial is None else leave(made.partial, INTERRUPTED)
+    make = _pretraining if options.checkpoint is None else _extension
+    return ended(deliver(options, partial(make, options)), options.out)
 
 
-@dataclass(frozen=True)
-class _Made:
-    """What the command says and writes."""
-
-    title: str
-    values: Any
-    shown: tuple[Any, ...]
-    charts: Sequence[Any]
-    summary: dict[str, str]
-    partial: str | None
-
-
-def _pretraining(options: Any, stop: Callable[[], bool]) -> _Made:
+def _pretraining(options: Any, stop: Callable[[], bool]) -> Report:
     from rich.console import Console
 
     from phasewise.data import load
@@ -117,10 +73,10 @@ def _pretraining(options: Any, stop: Callable[[], bool]) -> _Made:
         corpus, length=options.length, head_dim=options.head_dim, console=Console(stderr=True), stop=stop
     )
     said = described(found)
-    return _Made(f"Rates for {corpus.name}", found, (said,), (), {"advice": said}, None)
+    return Report("advise", f"Rates for {corpus.name}", found, (), {"advice": said}, [said], None)
 
 
-def _extension(options: Any, stop: Callable[[], bool]) -> _Made:
+def _extension(options: Any, stop: Callable[[], bool]) -> Report:
     from rich.console import Console
 
     from phasewise.data import load, tokenizer_of
@@ -149,5 +105,5 @@ def _extension(options: Any, stop: Callable[[], bool]) -> _Made:
     folder = options.checkpoint.resolve()
     name = folder.parent.name if folder.name == "model" else folder.name
     title = f"{name} at {options.length} tokens"
-    shown = (table(found), words(found))
-    return _Made(title, found, shown, figures(found), summary(found), found.partial)
+    shown = [table(found), words(found)]
+    return Report("advise", title, found, figures(found), summary(found), shown, found.partial)

@@ -1,12 +1,11 @@
 """phasewise compare."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.terminal import FAILED, INTERRUPTED, fields, leave, print_whole
+from phasewise.cli.terminal import early, fields, print_run, sitting
 
 COMPARE = """Train several encodings under one budget and evaluate each beyond the trained length.
 
@@ -20,10 +19,8 @@ def compare(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.interrupt import Interrupted
     from phasewise.train.compare import compare
-    from phasewise.train.folder import Unwritten, read_begun
-    from phasewise.train.loop import Diverged
+    from phasewise.train.folder import read_begun
     from phasewise.train.recipe import CompareRecipe
     from phasewise.train.report import table
 
@@ -40,16 +37,12 @@ def compare(arguments: Sequence[str]) -> int:
         device: str = "cuda" if torch.cuda.is_available() else "cpu"
         """Where to train and evaluate: cpu | cuda | cuda:1."""
 
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--out", type=Path)
-    early.add_argument("--resume", action="store_true")
-    known, _ = early.parse_known_args(arguments)
+    known = early(arguments)
     default = read_begun(known.out).recipe if known.resume and known.out else CompareRecipe()
     parsed = make_dataclass("Compare", fields(default), bases=(Options,), kw_only=True)
     options = tyro.cli(parsed, prog="phasewise compare", args=arguments, description=COMPARE)
     recipe = CompareRecipe(**{name: getattr(options, name) for name in CompareRecipe.model_fields})
-    remedy = f"everything done so far is kept; go on with: phasewise compare --out {options.out} --resume"
-    try:
+    with sitting("compare", options.out):
         comparison = compare(
             recipe,
             options.out,
@@ -58,19 +51,5 @@ def compare(arguments: Sequence[str]) -> int:
             device=options.device,
             console=Console(stderr=True),
         )
-    except Interrupted as error:
-        return leave(f"interrupted at {error}; {remedy}", INTERRUPTED)
-    except KeyboardInterrupt:
-        return leave(
-            f"interrupted; {remedy}" if (options.out / "recipe.json").exists() else "interrupted", INTERRUPTED
-        )
-    except Unwritten as error:
-        return leave(f"{error}; {remedy}", FAILED)
-    except Diverged as error:
-        return leave(str(error), FAILED)
-    if options.as_json:
-        print((options.out / "report.json").read_text(), end="")
-    else:
-        print_whole(table(comparison))
-        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    print_run(options.out, as_json=options.as_json, shown=[table(comparison)])
     return 0

@@ -1,13 +1,13 @@
 """phasewise doctor."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
-from phasewise.cli.terminal import FAILED, INTERRUPTED, leave
+from phasewise.cli.report import Report, deliver, ended
+from phasewise.cli.terminal import FAILED
 
 DOCTOR = """Find what is silently wrong with the positions of a checkpoint, or of a config.json alone.
 
@@ -22,12 +22,10 @@ def doctor(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.interrupt import Interrupted, interruptible
     from phasewise.lens.doctor.examine import doctor
     from phasewise.lens.doctor.opening import is_hugging_face, read_config
     from phasewise.lens.doctor.repair import CONFIG, destination, repair, write
     from phasewise.lens.doctor.show import figures, repaired, summary, table
-    from phasewise.lens.report import check_folder, write_json, write_report
 
     @dataclass(kw_only=True)
     class Options:
@@ -50,52 +48,28 @@ def doctor(arguments: Sequence[str]) -> int:
 
     options = tyro.cli(Options, prog="phasewise doctor", args=arguments, description=DOCTOR)
     source = options.checkpoint / CONFIG if options.checkpoint.is_dir() else options.checkpoint
-    if options.out is not None:
-        check_folder(options.out)
     fixed_at = None if options.fix is None else destination(options.fix, source)
     if fixed_at is not None and not is_hugging_face(read_config(source)):
         raise ValueError(
             f"{source} is a config of this library, which cannot contradict itself; leave --fix out"
         )
-    recipe = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    try:
-        with interruptible() as stop:
-            found = doctor(
-                options.checkpoint,
-                length=options.length,
-                trained_length=options.trained_length,
-                dtype=options.dtype,
-                device=options.device,
-                console=Console(stderr=True),
-                stop=stop,
-            )
-            if options.out is not None:
-                write_report(
-                    options.out,
-                    kind="doctor",
-                    title=f"Positions of {options.checkpoint.resolve().name}",
-                    values=found,
-                    charts=figures(found),
-                    recipe=recipe,
-                    summary=summary(found),
-                    partial=found.partial,
-                    device=options.device,
-                )
-    except Interrupted as error:
-        return leave(str(error), INTERRUPTED)
-    if options.as_json:
-        with TemporaryDirectory() as folder:
-            path = Path(folder, "report.json")
-            write_json(path, kind="doctor", values=found, recipe=recipe, device=options.device)
-            print(path.read_text(), end="")
-    else:
-        Console().print(table(found))
+
+    def make(stop: Callable[[], bool]) -> Report:
+        found = doctor(
+            options.checkpoint,
+            length=options.length,
+            trained_length=options.trained_length,
+            dtype=options.dtype,
+            device=options.device,
+            console=Console(stderr=True),
+            stop=stop,
+        )
+        title = f"Positions of {options.checkpoint.resolve().name}"
+        return Report("doctor", title, found, figures(found), summary(found), [table(found)], found.partial)
+
+    report = deliver(options, make)
     if fixed_at is not None:
-        content, done = repair(read_config(source), found)
+        content, done = repair(read_config(source), report.values)
         write(content, fixed_at)
         print(f"Written to {fixed_at}.\n{repaired(done)}", file=sys.stderr if options.as_json else sys.stdout)
-    if options.out is not None and not options.as_json:
-        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
-    if found.partial is not None:
-        return leave(found.partial, INTERRUPTED)
-    return FAILED if found.wrong else 0
+    return ended(report, options.out, FAILED if report.values.wrong else 0)

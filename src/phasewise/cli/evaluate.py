@@ -1,12 +1,11 @@
 """phasewise evaluate."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.terminal import FAILED, INTERRUPTED, fields, leave, print_whole
+from phasewise.cli.terminal import early, fields, print_run, sitting
 
 EVALUATE = """Measure checkpoints: loss by length and position, passkeys, answers, zero-shot tasks.
 
@@ -20,11 +19,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.interrupt import Interrupted
     from phasewise.train.evaluation import evaluate
     from phasewise.train.evaluation_recipe import EvaluateRecipe, read_begun
     from phasewise.train.evaluation_report import tables
-    from phasewise.train.folder import Unwritten
 
     @dataclass(kw_only=True)
     class Options:
@@ -39,10 +36,7 @@ def evaluate(arguments: Sequence[str]) -> int:
         device: str = "cuda" if torch.cuda.is_available() else "cpu"
         """Where to run the models: cpu | cuda | cuda:1."""
 
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--out", type=Path)
-    early.add_argument("--resume", action="store_true")
-    known, _ = early.parse_known_args(arguments)
+    known = early(arguments)
     resumed = known.resume and known.out
     default = read_begun(known.out).recipe if resumed else EvaluateRecipe.model_construct(checkpoints=())
     shown = [
@@ -52,10 +46,7 @@ def evaluate(arguments: Sequence[str]) -> int:
     parsed = make_dataclass("Evaluate", shown, bases=(Options,), kw_only=True)
     options = tyro.cli(parsed, prog="phasewise evaluate", args=arguments, description=EVALUATE)
     recipe = EvaluateRecipe(**{name: getattr(options, name) for name in EvaluateRecipe.model_fields})
-    remedy = (
-        f"everything measured so far is kept; go on with: phasewise evaluate --out {options.out} --resume"
-    )
-    try:
+    with sitting("evaluate", options.out):
         evaluation = evaluate(
             recipe,
             options.out,
@@ -64,17 +55,5 @@ def evaluate(arguments: Sequence[str]) -> int:
             device=options.device,
             console=Console(stderr=True),
         )
-    except Interrupted as error:
-        return leave(f"interrupted at {error}; {remedy}", INTERRUPTED)
-    except KeyboardInterrupt:
-        begun = (options.out / "recipe.json").exists()
-        return leave(f"interrupted; {remedy}" if begun else "interrupted", INTERRUPTED)
-    except Unwritten as error:
-        return leave(f"{error}; {remedy}", FAILED)
-    if options.as_json:
-        print((options.out / "report.json").read_text(), end="")
-    else:
-        for table in tables(evaluation):
-            print_whole(table)
-        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    print_run(options.out, as_json=options.as_json, shown=tables(evaluation))
     return 0

@@ -1,12 +1,11 @@
 """phasewise extend."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.terminal import FAILED, INTERRUPTED, fields, leave, print_whole
+from phasewise.cli.terminal import early, fields, print_run, sitting
 
 EXTEND = """Continue a checkpoint at a longer length, its rates changed; measure before and after.
 
@@ -23,20 +22,14 @@ def extend(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from phasewise.hf.language_model import is_hugging_face
-    from phasewise.interrupt import Interrupted, Terminated
     from phasewise.train.continuation import Continuation, ExtendRecipe, model_folder, read_begun
     from phasewise.train.extend import extend
     from phasewise.train.extend_hf import rewrite
     from phasewise.train.extension import table
-    from phasewise.train.folder import Unwritten
-    from phasewise.train.loop import Diverged
     from phasewise.train.processes import join
     from phasewise.train.processes import leave as part
 
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--out", type=Path)
-    early.add_argument("--resume", action="store_true")
-    known, _ = early.parse_known_args(arguments)
+    known = early(arguments)
     begun = read_begun(known.out).recipe if known.resume and known.out else None
 
     @dataclass(kw_only=True)
@@ -71,34 +64,19 @@ def extend(arguments: Sequence[str]) -> int:
             "measured. Fine-tune it with your own trainer; `phasewise evaluate` measures it."
         )
         return 0
-    remedy = f"everything done so far is kept; go on with: phasewise extend --out {options.out} --resume"
     here = join(options.device)
     try:
-        extension = extend(
-            recipe,
-            options.out,
-            resume=options.resume,
-            figure=options.figure,
-            device=here,
-            console=Console(stderr=True),
-        )
-    except Terminated as error:
-        return leave(f"terminated at {error}; {remedy}", 0)
-    except Interrupted as error:
-        return leave(f"interrupted at {error}; {remedy}", INTERRUPTED)
-    except KeyboardInterrupt:
-        return leave(f"interrupted; {remedy}", INTERRUPTED)
-    except Unwritten as error:
-        return leave(f"{error}; {remedy}", FAILED)
-    except Diverged as error:
-        return leave(str(error), FAILED)
+        with sitting("extend", options.out):
+            extension = extend(
+                recipe,
+                options.out,
+                resume=options.resume,
+                figure=options.figure,
+                device=here,
+                console=Console(stderr=True),
+            )
     finally:
         part()
-    if not here.first:
-        return 0
-    if options.as_json:
-        print((options.out / "report.json").read_text(), end="")
-    else:
-        print_whole(table(extension))
-        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+    if here.first:
+        print_run(options.out, as_json=options.as_json, shown=[table(extension)])
     return 0

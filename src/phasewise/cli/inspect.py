@@ -1,12 +1,11 @@
 """phasewise inspect."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
-from phasewise.cli.terminal import INTERRUPTED, leave
+from phasewise.cli.report import Report, deliver, ended
 
 INSPECT = """Measure which frequencies every layer and head of a checkpoint uses, on data.
 
@@ -22,10 +21,8 @@ def inspect(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from phasewise.data import load, tokenizer_of
-    from phasewise.interrupt import Interrupted, interruptible
     from phasewise.lens.capture import open_checkpoint
     from phasewise.lens.inspect import Request, inspect
-    from phasewise.lens.report import check_folder, write_json, write_report
     from phasewise.lens.show import figures, summary, table
 
     @dataclass(kw_only=True)
@@ -58,8 +55,6 @@ def inspect(arguments: Sequence[str]) -> int:
         """Print report.json on stdout instead of the table."""
 
     options = tyro.cli(Options, prog="phasewise inspect", args=arguments, description=INSPECT)
-    if options.out is not None:
-        check_folder(options.out)
     request = Request(
         split=options.split,
         tokens=options.tokens,
@@ -67,39 +62,18 @@ def inspect(arguments: Sequence[str]) -> int:
         wanted_length=options.length,
         queries=options.queries,
     )
-    reader = open_checkpoint(
-        options.checkpoint,
-        dtype=options.dtype,
-        trained_length=options.trained_length,
-        device=options.device,
-    )
-    tokenizer = options.tokenizer or tokenizer_of(options.checkpoint, options.data)
-    corpus = load(options.data, tokenizer=tokenizer)
-    recipe = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    try:
-        with interruptible() as stop:
-            found = inspect(reader, corpus, request, console=Console(stderr=True), stop=stop)
-            if options.out is not None:
-                write_report(
-                    options.out,
-                    kind="inspect",
-                    title=f"Frequencies of {options.checkpoint.resolve().name}",
-                    values=found,
-                    charts=figures(found),
-                    recipe=recipe,
-                    summary=summary(found),
-                    partial=found.partial,
-                    device=options.device,
-                )
-    except Interrupted as error:
-        return leave(str(error), INTERRUPTED)
-    if options.as_json:
-        with TemporaryDirectory() as folder:
-            path = Path(folder, "report.json")
-            write_json(path, kind="inspect", values=found, recipe=recipe, device=options.device)
-            print(path.read_text(), end="")
-    else:
-        Console().print(table(found))
-    if options.out is not None and not options.as_json:
-        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
-    return 0 if found.partial is None else leave(found.partial, INTERRUPTED)
+
+    def make(stop: Callable[[], bool]) -> Report:
+        reader = open_checkpoint(
+            options.checkpoint,
+            dtype=options.dtype,
+            trained_length=options.trained_length,
+            device=options.device,
+        )
+        tokenizer = options.tokenizer or tokenizer_of(options.checkpoint, options.data)
+        corpus = load(options.data, tokenizer=tokenizer)
+        found = inspect(reader, corpus, request, console=Console(stderr=True), stop=stop)
+        title = f"Frequencies of {options.checkpoint.resolve().name}"
+        return Report("inspect", title, found, figures(found), summary(found), [table(found)], found.partial)
+
+    return ended(deliver(options, make), options.out)

@@ -1,11 +1,11 @@
 """phasewise profile."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.terminal import INTERRUPTED, leave
+from phasewise.cli.report import Report, deliver, ended
 
 PROFILE = """Measure how far back the tokens of corpora depend on each other, at several granularities.
 
@@ -17,11 +17,9 @@ def profile(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.interrupt import Interrupted, interruptible
     from phasewise.lens.dependency import Shuffle
     from phasewise.lens.profile import ModelView, profile
     from phasewise.lens.profile_report import figures, summary, table
-    from phasewise.lens.report import check_folder, write_report
 
     @dataclass(kw_only=True)
     class Options:
@@ -49,43 +47,23 @@ def profile(arguments: Sequence[str]) -> int:
         """Print report.json on stdout instead of the table."""
 
     options = tyro.cli(Options, prog="phasewise profile", args=arguments, description=PROFILE)
-    check_folder(options.out)
     view = None
     if options.checkpoint is not None:
         view = ModelView(str(options.checkpoint), tokenizer=options.tokenizer, context=options.context)
-    recipe = {
-        name: value for name, value in vars(options).items() if name not in ("out", "as_json", "checkpoint")
-    }
-    try:
-        with interruptible() as stop:
-            found = profile(
-                options.data,
-                granularities=options.granularities,
-                split=options.split,
-                longest=options.longest,
-                shuffle=options.shuffle,
-                model=view,
-                seed=options.seed,
-                console=Console(stderr=True),
-                stop=stop,
-            )
-            write_report(
-                options.out,
-                kind="profile",
-                title="Dependency against distance",
-                values=found,
-                charts=figures(found),
-                recipe={**recipe, "checkpoint": view and view.checkpoint},
-                summary=summary(found),
-                partial=found.partial,
-            )
-    except Interrupted as error:
-        return leave(str(error), INTERRUPTED)
-    if options.as_json:
-        print((options.out / "report.json").read_text(), end="")
-    else:
-        Console().print(table(found))
-        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
-    if found.partial:
-        return leave(f"{found.partial}; what was done is in {options.out}", INTERRUPTED)
-    return 0
+
+    def make(stop: Callable[[], bool]) -> Report:
+        found = profile(
+            options.data,
+            granularities=options.granularities,
+            split=options.split,
+            longest=options.longest,
+            shuffle=options.shuffle,
+            model=view,
+            seed=options.seed,
+            console=Console(stderr=True),
+            stop=stop,
+        )
+        title = "Dependency against distance"
+        return Report("profile", title, found, figures(found), summary(found), [table(found)], found.partial)
+
+    return ended(deliver(options, make), options.out)

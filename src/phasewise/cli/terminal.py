@@ -1,7 +1,11 @@
-"""What the commands share: exit codes, options made from a recipe, errors in one line, tables uncut."""
+"""What the commands share: exit codes, options made from a recipe, the ends of a sitting, words and tables."""
 
+import argparse
 import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ValidationError
@@ -10,6 +14,62 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+class Left(Exception):
+    """A command ends here: its last words, and its exit code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def early(arguments: Sequence[str], *more: str) -> argparse.Namespace:
+    """`out`, `resume` and `more`, read before the other options, whose defaults the folder of a begun run holds."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    for name in more:
+        parser.add_argument(f"--{name}")
+    return parser.parse_known_args(arguments)[0]
+
+
+@contextmanager
+def sitting(command: str, out: Path) -> Iterator[None]:
+    """A sitting of a run that `--resume` goes on with: however it ends, the user is told what is kept."""
+    from phasewise.interrupt import Interrupted, Terminated
+    from phasewise.train.folder import Unwritten
+    from phasewise.train.loop import Diverged
+
+    remedy = f"everything done so far is kept; go on with: phasewise {command} --out {out} --resume"
+    try:
+        yield
+    except Terminated as error:
+        raise Left(f"terminated at {error}; {remedy}", 0) from error
+    except Interrupted as error:
+        raise Left(f"interrupted at {error}; {remedy}", INTERRUPTED) from error
+    except KeyboardInterrupt as error:
+        begun = (out / "recipe.json").exists()
+        raise Left(f"interrupted; {remedy}" if begun else "interrupted", INTERRUPTED) from error
+    except Unwritten as error:
+        raise Left(f"{error}; {remedy}", FAILED) from error
+    except Diverged as error:
+        raise Left(str(error), FAILED) from error
+
+
+def print_run(out: Path, *, as_json: bool, shown: Iterable["Table | str"]) -> None:
+    """Say what a run found: its report.json alone, or what is to be shown and the names of what was written."""
+    if as_json:
+        print((out / "report.json").read_text(), end="")
+        return
+    for part in shown:
+        print(part) if isinstance(part, str) else print_whole(part)
+    print(written(out))
+
+
+def written(out: Path) -> str:
+    """Where a command wrote, and what lies there."""
+    return f"Written to {out}: {', '.join(sorted(path.name for path in out.iterdir()))}"
 
 
 def fields(recipe: BaseModel) -> list[tuple[str, Any, Any]]:

@@ -1,12 +1,11 @@
 """phasewise train."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.terminal import FAILED, INTERRUPTED, fields, leave
+from phasewise.cli.terminal import early, fields, print_run, sitting
 
 TRAIN = """Train one model, in one process or in those that `accelerate launch` or torchrun started.
 
@@ -20,9 +19,6 @@ def train(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.interrupt import Interrupted, Terminated
-    from phasewise.train.folder import Unwritten
-    from phasewise.train.loop import Diverged
     from phasewise.train.processes import join
     from phasewise.train.processes import leave as part
     from phasewise.train.recipe import RunRecipe
@@ -43,11 +39,7 @@ def train(arguments: Sequence[str]) -> int:
         device: str = "cuda" if torch.cuda.is_available() else "cpu"
         """Where to train: cpu | cuda | cuda:1; with a launcher: cpu | cuda."""
 
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--out", type=Path)
-    early.add_argument("--recipe")
-    early.add_argument("--resume", action="store_true")
-    known, _ = early.parse_known_args(arguments)
+    known = early(arguments, "recipe")
     if known.resume and known.recipe is not None:
         raise ValueError(f"{known.out} has its recipe already: leave out --recipe, or --resume")
     if known.resume and known.out:
@@ -58,39 +50,24 @@ def train(arguments: Sequence[str]) -> int:
     options = tyro.cli(parsed, prog="phasewise train", args=arguments, description=TRAIN)
     recipe = RunRecipe(**{name: getattr(options, name) for name in RunRecipe.model_fields})
     here = join(options.device)
-    remedy = f"everything done so far is kept; go on with: phasewise train --out {options.out} --resume"
     try:
-        result = run(
-            recipe,
-            options.out,
-            resume=options.resume,
-            processes=here,
-            trackers=options.tracker,
-            console=Console(stderr=True),
-        )
-    except Terminated as error:
-        return leave(f"terminated at {error}; {remedy}", 0)
-    except Interrupted as error:
-        return leave(f"interrupted at {error}; {remedy}", INTERRUPTED)
-    except KeyboardInterrupt:
-        begun = (options.out / "recipe.json").exists()
-        return leave(f"interrupted; {remedy}" if begun else "interrupted", INTERRUPTED)
-    except Unwritten as error:
-        return leave(f"{error}; {remedy}", FAILED)
-    except Diverged as error:
-        return leave(str(error), FAILED)
+        with sitting("train", options.out):
+            result = run(
+                recipe,
+                options.out,
+                resume=options.resume,
+                processes=here,
+                trackers=options.tracker,
+                console=Console(stderr=True),
+            )
     finally:
         part()
-    if not here.first:
-        return 0
-    if options.as_json:
-        print((options.out / "report.json").read_text(), end="")
-    else:
+    if here.first:
         validation = "" if result.validation_loss is None else f", validation {result.validation_loss:.4f}"
         mfu = "" if result.mfu is None else f", MFU {result.mfu:.1%}"
-        print(
+        words = (
             f"{result.parameters:,} parameters, {result.tokens:,} tokens in {result.seconds:.0f} s: "
             f"loss {result.loss:.4f}{validation}, {result.tokens_per_second:,.0f} tokens/s{mfu}"
         )
-        print(f"Written to {options.out}: {', '.join(sorted(path.name for path in options.out.iterdir()))}")
+        print_run(options.out, as_json=options.as_json, shown=[words])
     return 0
