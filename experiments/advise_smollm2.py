@@ -23,7 +23,6 @@ from phasewise.hf.language_model import open_language_model
 from phasewise.lens.advise.advice import Advice, Wanted, advise
 from phasewise.lens.advise.grid import fitted
 from phasewise.lens.advise.measured import held_out
-from phasewise.lens.thresholds import MOST_TURNS
 from phasewise.record import record
 
 TRAINED, WANTED = 8192, 32_768
@@ -93,7 +92,7 @@ def settings(advice: Advice, trained: int, wanted: int) -> Iterator[tuple[str, A
         torch.tensor(advice.evidence.rates).numpy(),
         trained=trained,
         wanted=wanted,
-        beyond=math.log(RAMP) / math.log(MOST_TURNS),
+        kept_from=RAMP,
     )
     factor = 0.1 * math.log(wanted / trained) + 1
     yield f"ramp from {RAMP:g} turns", Explicit(values=tuple(wide.tolist()), attention=factor), wanted

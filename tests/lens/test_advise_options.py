@@ -16,7 +16,7 @@ from phasewise.frequencies import (
 )
 from phasewise.frequencies_hf import RopeSettings, from_hf
 from phasewise.lens.advise.evidence import DataNeed, weigh
-from phasewise.lens.advise.grid import fitted, share_beyond
+from phasewise.lens.advise.grid import fitted, most_turns, share_beyond
 from phasewise.lens.advise.options import options
 from phasewise.lens.advise.published import changed_base, correction_range, critical_pair, llama3_range
 from phasewise.lens.advise.settings import settings
@@ -45,7 +45,7 @@ def evidence(rule, data=FLAT, *, channels=32, trained=1024, wanted=4096):
 
 
 def offered(rule, data=FLAT, **sizes):
-    found = options(evidence(rule, data, **sizes), data)
+    found = options(evidence(rule, data, **sizes))
     return {option.kind: option for option in found}
 
 
@@ -93,14 +93,14 @@ def test_changed_base_keeps_the_critical_pair():
 
 def test_grid_keeps_what_turned_where_nothing_lies_beyond_and_never_shows_a_new_phase():
     rates = BASE.rates(32).numpy()
-    for beyond in (0.0, 0.3, 1.0):
-        grid = fitted(rates, trained=1024, wanted=4096, beyond=beyond)
+    for kept_from in (1.0, 4.0, 32.0):
+        grid = fitted(rates, trained=1024, wanted=4096, kept_from=kept_from)
         slow = rates * 1024 < 2 * math.pi
         assert np.allclose(grid[slow] * 4096, rates[slow] * 1024)
         assert (grid <= rates).all()
         assert (grid >= rates / 4 - 1e-15).all()
         assert (np.diff(grid) < 0).all()
-    kept = fitted(rates, trained=1024, wanted=4096, beyond=0.0)
+    kept = fitted(rates, trained=1024, wanted=4096, kept_from=1.0)
     assert np.array_equal(kept[~slow], rates[~slow])
 
 
@@ -109,8 +109,22 @@ def test_grid_slows_more_rates_the_more_lies_beyond_the_trained_length():
     assert near < 0.01 < 0.2 < flat
     assert share_beyond(np.ones(400), trained=400, wanted=400) == 0
     rates = BASE.rates(32).numpy()
-    less, more = (fitted(rates, trained=1024, wanted=4096, beyond=share) for share in (near, flat))
+    less, more = (
+        fitted(rates, trained=1024, wanted=4096, kept_from=most_turns(share)) for share in (near, flat)
+    )
     assert (less < rates).sum() < (more < rates).sum()
+
+
+def test_what_hides_in_the_noise_is_not_taken_for_nothing():
+    hidden = FLAT.profile.width.model_copy(update={"kind": "hidden", "hidden": 0.9})
+    noisy = DataNeed(FLAT.profile.model_copy(update={"width": hidden}), FLAT.kernel, FLAT.input_length)
+    assert evidence(BASE, noisy).beyond is None
+    grid = offered(BASE, noisy)["fitted grid"]
+    assert "not known: up to 90% of them may hide" in grid.reasons[0]
+    slowed = BASE.rates(32).numpy() / np.array(grid.rates)
+    turns = BASE.rates(32).numpy() * 1024 / (2 * math.pi)
+    assert (slowed[turns > 4] == 1).all()
+    assert (slowed[turns < 4] > 1).all()
 
 
 def test_published_settings_are_formed_with_the_factor_relative_to_the_trained_length():
@@ -155,7 +169,7 @@ def test_scaling_that_follows_the_length_is_no_native_scaling():
 
 def test_yarn_is_refused_and_leaving_alone_first_where_95_percent_of_the_inputs_fit():
     fits = need(lambda r: r**-0.5, input_length=900)
-    found = options(evidence(BASE, fits), fits)
+    found = options(evidence(BASE, fits))
     assert found[0].kind == "leave alone"
     assert found[0].confidence == "high"
     yarn = next(option for option in found if option.kind == "YaRN")
@@ -166,7 +180,7 @@ def test_yarn_is_refused_and_leaving_alone_first_where_95_percent_of_the_inputs_
 def test_prediction_names_unseen_phases_and_lost_resolution():
     share = np.full(32, 1 / 32)
     known = evidence(BASE).model_copy(update={"share": tuple(share.tolist())})
-    found = {option.kind: option for option in options(known, FLAT)}
+    found = {option.kind: option for option in options(known)}
     slow = sum(rate * 1024 < 2 * math.pi for rate in known.rates) / 32
     assert found["leave alone"].unseen == pytest.approx(slow)
     assert found["leave alone"].coarsened == 0

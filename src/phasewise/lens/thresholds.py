@@ -83,6 +83,9 @@ MISSED = 0.2
 MOST_TURNS = 32.0
 """Turns within the trained length from which a fitted grid keeps every rate: YaRN's beta, arXiv 2309.00071."""
 
+UNKNOWN_TURNS = 4.0
+"""The same where the data do not tell: Llama 3.1's, from the code released with it."""
+
 LONG_INPUT = 0.95
 """The quantile of input lengths that must fit the trained length for scaling not to pay: a published rule for
 YaRN, which costs short inputs whatever their length."""

@@ -226,7 +226,7 @@ def _with_rates(found: _Found, bench: Bench | None, progress: Progress, stop: Ca
             settings=_pasted(option, found),
             measured=None,
         )
-        for option in options(evidence, need)
+        for option in options(evidence)
         if wanted.kinds is None or option.kind in (*wanted.kinds, "leave alone")
     ]
     partial = None

@@ -31,7 +31,7 @@ class Evidence(Values):
     theta_eff: exp(sum share ln rate). critical: the first pair without a whole turn within `trained`.
     ramp: YaRN's, for geometric rates. input_length: the 95th percentile of the corpus's documents.
     profile: of the corpus, in the model's tokens. beyond: of its dependences in a window of the wanted length,
-    the share beyond the trained one; 0 where none stands above noise.
+    the share beyond the trained one; None where too much lies below the noise to tell.
     interpolation: what dividing every rate by the stretch is expected to do.
     """
 
@@ -45,7 +45,7 @@ class Evidence(Values):
     ramp: tuple[int, int] | None
     input_length: int
     profile: Profiled
-    beyond: float
+    beyond: float | None
     interpolation: Prediction
 
     @property
@@ -106,8 +106,8 @@ def weigh(
         turning = [(share, rate) for share, rate in zip(shares, rates, strict=True) if rate > 0]
         theta_eff = math.exp(sum(share * math.log(rate) for share, rate in turning))
     slow = [place for place, rate in enumerate(rates) if rate * trained < 2 * math.pi]
-    profile, beyond = need.profile, 0.0
-    if need.kernel is not None:
+    profile, beyond = need.profile, None
+    if need.kernel is not None and profile.width.kind != "hidden":
         reached = reaching(need.kernel, profile.power_law, wanted)
         beyond = share_beyond(reached, trained=trained, wanted=wanted)
     return Evidence(

@@ -6,7 +6,7 @@ phase told nearly one place, and at N / L times the length it tells N / L times 
 in full at one turn to not at all at T turns, in proportion in logarithm. T = 32 ^ m, m the share of the
 dependences in the wanted window that lie beyond the trained length: with nothing there, T is 1 and only rates
 without a whole turn are slowed, which must not show phases that training never did; with everything there, T is
-where YaRN's ramp ends. [ours]
+where YaRN's ramp ends. Where too much lies below the noise to know m, T is Llama 3's, 4. [ours]
 """
 
 from __future__ import annotations
@@ -17,23 +17,31 @@ import numpy as np
 
 from phasewise.lens.dilation import windowed
 from phasewise.lens.shape import PowerLaw
-from phasewise.lens.thresholds import MOST_TURNS
+from phasewise.lens.thresholds import MOST_TURNS, UNKNOWN_TURNS
 from phasewise.lens.width import Kernel
 
 
-def fitted(rates: np.ndarray, *, trained: int, wanted: int, beyond: float) -> np.ndarray:
+def fitted(rates: np.ndarray, *, trained: int, wanted: int, kept_from: float) -> np.ndarray:
     """The rates to serve `wanted` tokens with, where `rates` [n] were trained on `trained`, both radians a token.
 
-    beyond: the share of dependences beyond the trained length, 0 to 1 (`share_beyond`).
+    kept_from: T, the turns within the trained length from which a rate is kept, at least 1 (`most_turns`).
 
     >>> rates = np.array([1.0, 0.1, 0.001])
-    >>> rates / fitted(rates, trained=256, wanted=1024, beyond=0.0)
+    >>> rates / fitted(rates, trained=256, wanted=1024, kept_from=1.0)
     array([1., 1., 4.])
     """
     turns = np.maximum(rates * trained / (2 * math.pi), np.finfo(np.float64).tiny)
-    most = math.log(MOST_TURNS) * beyond
-    kept = np.log(turns) / most if most > 0 else np.where(turns >= 1, 1.0, 0.0)
+    kept = np.log(turns) / math.log(kept_from) if kept_from > 1 else np.where(turns >= 1, 1.0, 0.0)
     return rates / (wanted / trained) ** np.clip(1 - kept, 0.0, 1.0)
+
+
+def most_turns(beyond: float | None) -> float:
+    """T of the module's text, for the share of dependences beyond the trained length; None: not known.
+
+    >>> most_turns(0.0), most_turns(1.0), most_turns(None)
+    (1.0, 32.0, 4.0)
+    """
+    return UNKNOWN_TURNS if beyond is None else MOST_TURNS**beyond
 
 
 def share_beyond(kernel: np.ndarray, *, trained: int, wanted: int) -> float:

@@ -19,11 +19,11 @@ from phasewise.frequencies import (
     Proportional,
     YaRN,
 )
-from phasewise.lens.advise.evidence import DataNeed, Evidence
-from phasewise.lens.advise.grid import fitted
+from phasewise.lens.advise.evidence import Evidence
+from phasewise.lens.advise.grid import fitted, most_turns
 from phasewise.lens.advise.published import changed_base, llama3_range
 from phasewise.lens.spectrum import Values
-from phasewise.lens.thresholds import DILATES, DILATING, LONG_INPUT, MOST_TURNS, STAYS, UNEVEN, UNSEEN
+from phasewise.lens.thresholds import DILATES, DILATING, LONG_INPUT, STAYS, UNEVEN, UNSEEN
 
 Kind = Literal[
     "leave alone",
@@ -58,9 +58,9 @@ class Option(Values):
     refused: str | None
 
 
-def options(evidence: Evidence, need: DataNeed) -> tuple[Option, ...]:
+def options(evidence: Evidence) -> tuple[Option, ...]:
     """Every setting, the best first by prediction, refused ones last."""
-    formed = [(kind, *_formed(kind, evidence, need)) for kind in Kind.__args__]
+    formed = [(kind, *_formed(kind, evidence)) for kind in Kind.__args__]
     found = [_option(kind, rule, refused, evidence, reasons) for kind, rule, refused, reasons in formed]
     fits = evidence.input_length <= evidence.trained
     order = sorted(
@@ -81,9 +81,7 @@ def dilated(evidence: Evidence) -> float:
     return min(1.0, max(0.0, profile.dilation.relative))
 
 
-def _formed(
-    kind: Kind, evidence: Evidence, need: DataNeed
-) -> tuple[AnyFrequencies | None, str | None, tuple[str, ...]]:
+def _formed(kind: Kind, evidence: Evidence) -> tuple[AnyFrequencies | None, str | None, tuple[str, ...]]:
     """The rule of an option, why it is refused, and what is to be said of it."""
     rule, trained, wanted, stretch = evidence.rule, evidence.trained, evidence.wanted, evidence.stretch
     base = rule.base if isinstance(rule, Geometric | DynamicNTK | DynamicYaRN) else None
@@ -103,7 +101,7 @@ def _formed(
             return rule.model_copy(update={"factor": factor}), None, (said,)
         return None, "the checkpoint has no static scaling of its own", ()
     if kind == "fitted grid":
-        return _grid(evidence, need)
+        return _grid(evidence)
     if kind == "PI" and isinstance(rule, Proportional):
         return rule.model_copy(update={"factor": rule.factor * stretch}), None, (relative,)
     if kind == "PI" and isinstance(rule, Explicit):
@@ -141,21 +139,27 @@ def _formed(
     return Llama3(base=base, factor=stretch, original_length=trained), None, (relative, said)
 
 
-def _grid(evidence: Evidence, need: DataNeed) -> tuple[AnyFrequencies | None, str | None, tuple[str, ...]]:
+def _grid(evidence: Evidence) -> tuple[AnyFrequencies | None, str | None, tuple[str, ...]]:
     rates, stretch = np.array(evidence.rates), evidence.stretch
     if not rates.all():
         return None, "rates of 0 have no list that engines could read", ()
-    values = fitted(rates, trained=evidence.trained, wanted=evidence.wanted, beyond=evidence.beyond)
+    kept_from = most_turns(evidence.beyond)
+    values = fitted(rates, trained=evidence.trained, wanted=evidence.wanted, kept_from=kept_from)
     native = evidence.rule.attention_factor(len(rates), length=evidence.trained)
     grid = Explicit(values=tuple(values.tolist()), attention=native * (0.1 * math.log(stretch) + 1))
     kept = int((values == rates).sum())
-    reach = "" if need.kernel is None else f", measured up to {len(need.kernel.density)} tokens"
+    if evidence.beyond is None:
+        hidden = evidence.profile.width.hidden
+        share = "everything" if hidden is None else f"up to {hidden:.0%} of them"
+        said = f"how many dependences lie beyond {evidence.trained} tokens is not known: {share} may hide in the noise"
+    else:
+        share = f"{evidence.beyond:.1%} of the dependences in a window of {evidence.wanted}"
+        said = f"{share} lie beyond {evidence.trained}"
     return (
         grid,
         None,
         (
-            f"{evidence.beyond:.1%} of the dependences in a window of {evidence.wanted} lie beyond "
-            f"{evidence.trained} tokens{reach}: rates of {MOST_TURNS**evidence.beyond:.2f} turns and more are kept",
+            f"{said}: rates of {kept_from:.2f} turns and more are kept",
             f"of {len(rates)} rates {kept} are kept, {int((values < rates / stretch * 1.0001).sum())} divided by "
             f"{stretch:g}",
             f"cosines and sines times {grid.attention:.4f}, as YaRN's",
