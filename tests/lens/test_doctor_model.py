@@ -9,6 +9,7 @@ from phasewise.encodings import PoPEConfig, RoPEConfig, TAPAConfig
 from phasewise.frequencies import DynamicNTK, YaRN
 from phasewise.lens.doctor.examine import MODEL_CHECKS, doctor
 from phasewise.model import folder as own
+from phasewise.model.history import Stage, write_history
 from tests.hf.tiny import BY_LAYER_TYPE, LLAMA3, MODELS, YARN, tiny
 from tests.model.small import ENCODINGS, ORIGINAL, model_of
 
@@ -348,3 +349,14 @@ def test_what_is_no_model_and_options_that_do_not_apply_are_refused():
         doctor(tiny("llama"), dtype="float16")
     with pytest.raises(ValueError, match="length must be at least"):
         doctor(tiny("llama"), length=1)
+
+
+def test_the_model_of_a_training_knows_the_length_it_was_trained_at(tmp_path):
+    own.save(model_of(RoPEConfig()), tmp_path / "model")
+    stage = Stage(length=64, tokens=1, corpus="austen", corpus_sha256="0", encoding=RoPEConfig())
+    write_history(tmp_path / "model", (stage,))
+    for given in (tmp_path, tmp_path / "model" / "config.json"):
+        found = doctor(given)
+        assert (found.trained_length, found.length) == (64, 64)
+        assert doctor(given, trained_length=32).trained_length == 32
+    assert [finding.check for finding in doctor(tmp_path, length=4096).findings] == ["field"]

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from phasewise import record
 from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
-from phasewise.model.folder import CONFIG, WEIGHTS, load, save
+from phasewise.model.folder import CONFIG, WEIGHTS, inside, load, save
 from tests.model.small import model_of, tokens_of
 
 
@@ -102,3 +102,21 @@ def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatc
     with pytest.raises(ValueError, match=r"pip install 'phasewise\[train\]'"):
         save(model_of(NoPEConfig()), tmp_path)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_weights_in_a_dtype_that_nothing_is_computed_in_are_refused(tmp_path, dtype):
+    model = model_of(NoPEConfig())
+    save(model, tmp_path)
+    save_file({name: weight.to(dtype) for name, weight in model.state_dict().items()}, tmp_path / WEIGHTS)
+    with pytest.raises(
+        ValueError, match=rf"in {str(dtype)[6:]}, in which nothing can be computed; store it in"
+    ):
+        load(tmp_path)
+
+
+def test_a_training_stands_for_the_model_in_it(tmp_path):
+    save(model_of(NoPEConfig()), tmp_path / "mine" / "model")
+    assert inside(tmp_path / "mine") == inside(tmp_path / "mine" / "model") == tmp_path / "mine" / "model"
+    save(model_of(NoPEConfig()), tmp_path / "mine")
+    assert inside(tmp_path / "mine") == tmp_path / "mine"

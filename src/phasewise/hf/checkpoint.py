@@ -1,7 +1,6 @@
 """A Hugging Face decoder from a local folder: whole, finite, or refused in one sentence. Never from a hub."""
 
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -45,16 +44,22 @@ def load(
                 local_files_only=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                trust_remote_code=False,
                 **source,
             )
         except (SafetensorError, RuntimeError) as error:
             raise ValueError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
-        except ValueError as error:
+        except ImportError as error:  # as for quantised weights
+            raise ValueError(f"{folder} needs another package: {_first_line(error)}") from error
+        except Exception as error:  # a config without sense fails wherever the model's own code meets it
             if "Unrecognized configuration class" in str(error):
                 raise ValueError(
                     f"{folder} holds a {config.model_type} model, which is no decoder"
                 ) from error
-            raise
+            raise ValueError(
+                f"transformers cannot build the model that {folder} describes "
+                f"({type(error).__name__}: {_first_line(error)}); correct its config.json"
+            ) from error
     model, loaded = both
     if loaded["mismatched_keys"]:
         name = min(key for key, *_shapes in loaded["mismatched_keys"])
@@ -89,17 +94,19 @@ def _source(folder: Path) -> dict[str, str]:
 def read_config(folder: Path, source: Mapping[str, str] = {}) -> Any:
     """The config in `folder`; `source` names its file where that is not config.json. ValueError for none."""
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, **source)
-    except (ValueError, KeyError, OSError, struct.error) as error:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **source)
+    except Exception as error:  # of as many kinds as there are settings, dataclasses and parsers behind them
         if source:
             name = source["gguf_file"]
             raise ValueError(f"{folder / name} cannot be read: {_first_line(error)}") from error
         try:
-            family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            family, own_code = content.get("model_type"), "auto_map" in content
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as broken:
             raise ValueError(f"{folder / 'config.json'} is no config: {_first_line(broken)}") from error
+        reason = "it brings code of its own, and none is run here" if own_code else _first_line(error)
         raise ValueError(
-            f"transformers cannot read the config of {folder} (model_type {family!r}): {_first_line(error)}"
+            f"transformers cannot read the config of {folder} (model_type {family!r}): {reason}"
         ) from error
 
 
@@ -135,4 +142,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """The first line of what an error says, and the next where that ends in a colon."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -51,6 +51,10 @@ def _answer(_module: nn.Module, query: Tensor, key: Tensor, *_values: Any, **opt
 AttentionInterface.register(ASKING, _answer)
 
 
+class NoRates(ValueError):
+    """What a layer is given to turn by are no rotations of any rate."""
+
+
 class HFReader(Reader):
     """Reads a decoder of transformers with rotary positions.
 
@@ -295,6 +299,11 @@ def _rates(cos: Tensor, sin: Tensor) -> tuple[list[float], float]:
 def _encoding(rates: tuple[float, ...], factor: float, *, head_dim: int) -> RoPE | NoPE:
     if not rates:
         return NoPE()
+    if not (all(math.isfinite(rate) and rate >= 0 for rate in rates) and 0 < factor < math.inf):
+        raise NoRates(
+            "a layer turns channels by rates that are nan, infinite or below 0, or scales by such a factor: "
+            "correct the rotary settings in config.json"
+        )
     share = 2 * len(rates) / head_dim
     fraction = share if int(head_dim * share) == 2 * len(rates) else math.nextafter(share, 1.0)
     return RoPE(head_dim=head_dim, frequencies=Explicit(values=rates, attention=factor), fraction=fraction)

@@ -20,13 +20,15 @@ def open_checkpoint(
 ) -> Reader:
     """The model in `folder`, ready to be read; Hugging Face's config.json names a model_type, ours does not.
 
+    A training's folder stands for the model in it.
+
     dtype: float32, bfloat16 or float16; None: as stored. trained_length: only for models of this library;
     None: what the folder says, where it does.
 
     Raises ValueError for a folder that holds no whole model, weights that are not finite, an architecture
     that is not read, a device that is not there, and options that do not apply.
     """
-    folder = Path(folder)
+    folder = own.inside(folder)
     usable(device)
     precision = floating(dtype)
     if not folder.is_dir():

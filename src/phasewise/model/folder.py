@@ -11,6 +11,19 @@ from phasewise.record import replacing
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+MODEL = "model"
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def inside(folder: str | Path) -> Path:
+    """The folder of the model itself: a training keeps it in `model`, inside its own.
+
+    >>> inside("runs/mine")
+    PosixPath('runs/mine')
+    """
+    folder = Path(folder)
+    inner = folder / MODEL
+    return inner if not (folder / CONFIG).exists() and (inner / CONFIG).exists() else folder
 
 
 def save(model: Transformer, folder: str | Path) -> None:
@@ -40,7 +53,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transform
     safetensors = require_safetensors()
     folder = Path(folder)
     config = _read_config(folder)
-    if not (folder / WEIGHTS).exists():
+    if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}; give a folder that `save` has written")
     with torch.device("meta"):
         model = Transformer(config)
@@ -48,6 +61,13 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transform
         held = safetensors.torch.load_file(folder / WEIGHTS)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS} is not a whole safetensors file: {error}") from error
+    other = {name: weight.dtype for name, weight in held.items() if weight.dtype not in FLOATING}
+    if other:
+        name, dtype = min(other.items())
+        raise ValueError(
+            f"{folder / WEIGHTS} holds {name} in {str(dtype).removeprefix('torch.')}, in which nothing can be "
+            "computed; store it in float32, bfloat16 or float16"
+        )
     # Copied out of the mapped file, whose alignment would change the last bits of matrix products.
     weights = {name: weight.to(device, copy=True) for name, weight in held.items()}
     try:
@@ -63,7 +83,11 @@ def _read_config(folder: Path) -> ModelConfig:
     except FileNotFoundError as error:
         raise ValueError(f"{folder} has no {CONFIG}; give a folder that `save` has written") from error
     except ValidationError as error:
-        raise ValueError(f"{folder / CONFIG} is not a model's config: {error}") from error
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise ValueError(
+            f"{folder / CONFIG} is not a model's config: {place}{': ' * bool(place)}{problem['msg']}"
+        ) from error
 
 
 def require_safetensors():

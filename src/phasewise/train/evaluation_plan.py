@@ -14,7 +14,7 @@ from phasewise.data.sources import TOKENIZED
 from phasewise.evaluate import Needle, passkeys
 from phasewise.evaluate.prefixed import Prefixed
 from phasewise.hf.language_model import LanguageModel, open_language_model
-from phasewise.model.folder import CONFIG
+from phasewise.model.folder import CONFIG, inside
 from phasewise.model.history import read_history
 from phasewise.train.evaluation_recipe import EvaluateRecipe
 from phasewise.train.evaluation_report import Checkpoint
@@ -51,7 +51,7 @@ class Plan:
         self.recipe, self.device = recipe, device
         self._corpora: dict[tuple[str, str], Corpus] = {}
         self._open: tuple[str, LanguageModel] | None = None
-        folders = [_folder(given) for given in recipe.checkpoints]
+        folders = [inside(Path(given).expanduser()) for given in recipe.checkpoints]
         self.tasks = _tasks(recipe, folders)
         # Backwards, so that the first to be measured is the one that stays open.
         subjects = [
@@ -149,13 +149,6 @@ def _tasks(recipe: EvaluateRecipe, folders: Sequence[Path]) -> "Tasks | None":
     for name in recipe.tasks:
         tasks.check(name)
     return tasks
-
-
-def _folder(given: str) -> Path:
-    """The folder of a checkpoint; of a training run, the model in it."""
-    folder = Path(given).expanduser()
-    inner = folder / "model"
-    return inner if not (folder / CONFIG).exists() and (inner / CONFIG).exists() else folder
 
 
 def _names(folders: list[Path]) -> list[str]:

@@ -105,9 +105,10 @@ def doctor(
 
     checkpoint: a folder (a Hugging Face decoder, or a model of this library), a config.json alone (then only
     what needs no weights), or a model in memory, of transformers or of this library, as it is. length: tokens;
-    by default what the config states, or 4096. trained_length: for models of this library, whose config does
-    not say it. dtype: load in float32, bfloat16 or float16; None: as stored. `console` shows the progress of
-    the checks that need weights; `stop` is asked between them, and what is then left out is named in `partial`.
+    by default what the checkpoint states, or 4096. trained_length: for models of this library; by default what
+    the folder says, where it does. dtype: load in float32, bfloat16 or float16; None: as stored. `console` shows
+    the progress of the checks that need weights; `stop` is asked between them, and what is then left out is
+    named in `partial`.
 
     Raises ValueError for a path without a whole, finite model, an architecture that is not read, a model without
     rotary positions, and options that do not apply.
@@ -126,9 +127,9 @@ def doctor(
         wanted_length = length or case.written.longest or DEFAULT_LENGTH
         trained = _of_config(case.written, notes, wanted_length)
     else:
-        wanted_length, trained = length or trained_length or DEFAULT_LENGTH, trained_length
         assert case.own is not None
-        settings = case.own
+        settings, trained = case.own, case.trained_length
+        wanted_length = length or trained or DEFAULT_LENGTH
         notes.add("contradictions", lambda: ([], "every setting has one value"))
         notes.add_fields(lambda: _own_fields(settings, wanted_length, trained))
     partial_said = phase_error = None

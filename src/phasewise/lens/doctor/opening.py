@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from phasewise.device import floating, usable
 from phasewise.lens.doctor.patient import HFPatient, OwnPatient, Patient
 from phasewise.lens.doctor.written import Written
-from phasewise.model import ModelConfig, Transformer
+from phasewise.model import ModelConfig, Transformer, history
 from phasewise.model import folder as own_folder
 from phasewise.model.reading import TransformerReader
 
@@ -28,6 +28,8 @@ class Case:
     written: Written | None
     own: ModelConfig | None
     patient: Patient | None
+    trained_length: int | None = None
+    """Of a model of this library: what was given, or else what its folder says."""
 
 
 def open_case(checkpoint: Any, *, trained_length: int | None, dtype: str | None, device: str) -> Case:
@@ -36,7 +38,7 @@ def open_case(checkpoint: Any, *, trained_length: int | None, dtype: str | None,
         if dtype is not None:
             raise ValueError("a model in memory has its dtype; leave dtype out")
         return _of_memory(checkpoint, trained_length)
-    path = Path(checkpoint)
+    path = own_folder.inside(checkpoint)
     usable(device)
     precision = floating(dtype)
     if not path.exists():
@@ -57,7 +59,8 @@ def open_case(checkpoint: Any, *, trained_length: int | None, dtype: str | None,
 
 def _of_memory(model: Any, trained_length: int | None) -> Case:
     if isinstance(model, Transformer):
-        return Case("a model in memory", "phasewise", None, model.config, _own_patient(model, trained_length))
+        patient = _own_patient(model, trained_length)
+        return Case("a model in memory", "phasewise", None, model.config, patient, trained_length)
     if not hasattr(getattr(model, "config", None), "to_dict"):
         raise ValueError(
             f"{type(model).__name__} is no model; give a folder, a decoder of transformers, or a Transformer"
@@ -76,6 +79,8 @@ def _of_own(
     precision: torch.dtype | None,
     device: str,
 ) -> Case:
+    if trained_length is None:
+        trained_length = history.trained_length(path if path.is_dir() else path.parent)
     if not path.is_dir():
         try:
             settings = ModelConfig.model_validate(content)
@@ -84,14 +89,15 @@ def _of_own(
             raise ValueError(
                 f"{path} is no config of a checkpoint: {problem['msg']} ({problem['loc']})"
             ) from error
-        return Case(str(path), "phasewise", None, settings, None)
+        return Case(str(path), "phasewise", None, settings, None, trained_length)
     model = own_folder.load(path, device=device)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"{name} in {path} is not finite; the checkpoint is broken")
     if precision is not None:
         model.to(precision)
-    return Case(str(path), "phasewise", None, model.config, _own_patient(model, trained_length))
+    patient = _own_patient(model, trained_length)
+    return Case(str(path), "phasewise", None, model.config, patient, trained_length)
 
 
 def _hugging_face(folder: Path, precision: torch.dtype | None, device: str) -> HFPatient:
@@ -102,7 +108,12 @@ def _hugging_face(folder: Path, precision: torch.dtype | None, device: str) -> H
         raise ValueError(
             f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
         ) from error
-    model = load(folder, dtype=precision, device=device)
+    try:
+        model = load(folder, dtype=precision, device=device)
+    except ValueError as error:
+        config = folder / own_folder.CONFIG
+        alone = f". What its config alone tells: phasewise doctor {config}" if config.is_file() else ""
+        raise ValueError(f"{error}{alone}") from error
     return HFPatient(model, HFReader(model))
 
 

@@ -153,9 +153,14 @@ class HFPatient(Patient):
         return self._call(tokens, Positions.packed(lengths), None).logits.float()
 
     def turned(self, index: Tensor) -> list[Turned]:
+        from phasewise.hf.reading import NoRates
+
         rounding = torch.finfo(self.dtype).eps
-        with _within_tables():
-            rotations = self.reader.rotations(index)
+        try:
+            with _within_tables():
+                rotations = self.reader.rotations(index)
+        except NoRates as error:
+            raise NotMade("what the layers are given to turn by are no rotations of any rate") from error
         return [
             Turned(turned.layer.index, torch.atan2(turned.sin, turned.cos), rounding, turned.half_split)
             for turned in rotations

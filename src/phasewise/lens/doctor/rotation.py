@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from phasewise.encodings import RoPE
@@ -121,9 +120,11 @@ def rates(examined: Examined) -> Result:
     wanted = examined.rules()
     if isinstance(examined.patient, OwnPatient):
         raise NotMade("they are computed from the config at every call")
+    from phasewise.hf.reading import NoRates
+
     try:
         layers = examined.read
-    except ValidationError as error:
+    except NoRates as error:
         return [_no_rates(error)], ""
     length = READ_TOKENS
     tolerance = max(RATE, 2 * rounding(examined.patient.dtype))
@@ -144,12 +145,12 @@ def rates(examined: Examined) -> Result:
     return [_other_rates(off, len(layers), tolerance)], ""
 
 
-def _no_rates(error: ValidationError) -> Finding:
+def _no_rates(error: Exception) -> Finding:
     return Finding(
         check="rates",
         severity="wrong",
         said="what the layers are given to turn by are no rotations of any rate",
-        evidence={"problem": error.errors()[0]["msg"]},
+        evidence={"problem": str(error).partition(":")[0]},
         remedy=RELOAD,
         by_hand="the model's own buffers are at fault",
     )

@@ -1,0 +1,78 @@
+"""Decoders that are not whole, as they lie on disks: refused in one sentence, by whichever command opens them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
+
+from phasewise.hf.language_model import open_language_model
+from phasewise.lens.capture import open_checkpoint
+from phasewise.lens.doctor.examine import doctor
+from tests.hf.tiny import tiny
+
+OPENERS = {"lens": open_checkpoint, "evaluation": open_language_model, "doctor": doctor}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    tiny("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(llama, tmp_path):
+    return shutil.copytree(llama, tmp_path / "copy")
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": "64"}, "expected int, got str"),
+        ({"max_position_embeddings": None}, "expected int, got NoneType"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"num_attention_heads": 0}, "modulo by zero"),
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+        ({"rope_parameters": {"rope_type": "wild", "rope_theta": 1e4}}, "KeyError: 'wild'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "big"}}, "TypeError"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "pip install optimum"),
+        ({"quantization_config": "4bit"}, "no attribute 'to_dict'"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine"}}, "code of its own, and none is run"),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_refused_in_one_sentence(copy, opener, changes, said):
+    change_config(copy, **changes)
+    with pytest.raises(ValueError, match="copy") as caught:
+        opener(copy)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rates_that_are_no_numbers_are_refused_with_what_to_correct(copy):
+    change_config(copy, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0})
+    with pytest.raises(
+        ValueError, match=r"rates that are nan.*: correct the rotary settings in config\.json"
+    ):
+        open_checkpoint(copy).read(torch.zeros(1, 8, dtype=torch.int64), lambda *_read: None)
+
+
+def test_a_doctor_finds_rates_that_are_no_numbers_and_goes_on(copy):
+    change_config(copy, rope_parameters={"rope_type": "default", "rope_theta": -1.0})
+    found = doctor(copy)
+    assert found.wrong
+    assert {check.name: check.outcome for check in found.checks}["pairing"] == "not made"
+
+
+def test_a_doctor_names_the_examination_that_needs_no_weights(copy):
+    (copy / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match=r"phasewise doctor \S+/copy/config.json"):
+        doctor(copy)
