@@ -18,16 +18,14 @@ import torch
 
 from phasewise.data import load, windows
 from phasewise.evaluate.loss import Measurement, measure
-from phasewise.frequencies import AnyFrequencies, Explicit
+from phasewise.frequencies import AnyFrequencies
 from phasewise.hf.language_model import open_language_model
 from phasewise.lens.advise.advice import Advice, Wanted, advise
-from phasewise.lens.advise.grid import fitted
 from phasewise.lens.advise.measured import held_out
 from phasewise.record import record
 
 TRAINED, WANTED = 8192, 32_768
-ORDER = ("fitted grid", "YaRN", "NTK", "PI", "Llama3-style", "base change")
-RAMP = 4.0
+ORDER = ("YaRN", "fitted grid", "NTK", "PI", "Llama3-style", "base change")
 RESULT = Path("results/advise/smollm2.json")
 
 
@@ -85,18 +83,7 @@ def settings(advice: Advice, trained: int, wanted: int) -> Iterator[tuple[str, A
     yield "leave alone, own length", None, trained
     yield "leave alone", None, wanted
     rules = {one.option.kind: one.option.rule for one in advice.options}
-    for kind in ORDER[:3]:
-        yield kind, rules[kind], wanted
-    assert advice.evidence is not None
-    wide = fitted(
-        torch.tensor(advice.evidence.rates).numpy(),
-        trained=trained,
-        wanted=wanted,
-        kept_from=RAMP,
-    )
-    factor = 0.1 * math.log(wanted / trained) + 1
-    yield f"ramp from {RAMP:g} turns", Explicit(values=tuple(wide.tolist()), attention=factor), wanted
-    for kind in ORDER[3:]:
+    for kind in ORDER:
         yield kind, rules[kind], wanted
 
 
