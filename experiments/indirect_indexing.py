@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments import papers
 from phasewise.data import Corpus, load
 from phasewise.device import usable
 from phasewise.interrupt import interruptible
@@ -29,7 +30,7 @@ from phasewise.train.objective import autocast
 from phasewise.train.recipe import TrainRecipe
 from phasewise.train.side_by_side import train_side_by_side
 
-RECIPES = Path(__file__).parent / "recipes"
+RECIPE = "pope-indirect-indexing"
 PAPER = {"rope": {"mean": 11.16, "spread": 2.45}, "pope": {"mean": 94.82, "spread": 2.91}}
 BLOCK = 100
 KEPT = 0.95
@@ -190,11 +191,9 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
-    device = usable(given.device)
+    device, corpus = usable(given.device), load("indirect-indexing")
     recipes = {
-        f"{name}-seed{seed}": TrainRecipe.model_validate_json(
-            (RECIPES / f"indirect-indexing-{name}.json").read_text()
-        ).model_copy(update={"seed": seed})
+        f"{name}-seed{seed}": papers.recipe(RECIPE, name, corpus, seed=seed)
         for name in given.encodings
         for seed in given.seeds
     }

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from experiments import papers
 from phasewise.data import Corpus, load, windows
 from phasewise.device import usable
 from phasewise.evaluate import Measurement, measure
@@ -26,7 +27,7 @@ from phasewise.train.objective import Served
 from phasewise.train.recipe import TrainRecipe
 from phasewise.train.side_by_side import train_side_by_side
 
-RECIPES = Path(__file__).parent / "recipes"
+RECIPE = "pope-chorales"
 PAPER = {"rope": 0.5081, "pope": 0.4889}
 SEEDS = (0, 1, 2, 3, 4)
 BLOCK = 50
@@ -105,16 +106,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     device, corpus = usable(given.device), load(f"jsb:{given.data}")
-    read = {
-        name: TrainRecipe.model_validate_json((RECIPES / f"jsb-{name}.json").read_text()) for name in PAPER
-    }
     recipes = {
-        f"{name}-seed{seed}": recipe.model_copy(update={"seed": seed})
-        for name, recipe in read.items()
+        f"{name}-seed{seed}": papers.recipe(RECIPE, name, corpus, seed=seed)
+        for name in PAPER
         for seed in SEEDS
     }
-    training = {name: recipe.model_dump(mode="json", exclude={"seed"}) for name, recipe in read.items()}
-    rule = {"training": training, "seeds": SEEDS, "rule": __doc__.split("\n\n")[2]}
+    training = {
+        name: recipes[f"{name}-seed{SEEDS[0]}"].model_dump(mode="json", exclude={"seed"}) for name in PAPER
+    }
+    rule = {
+        "training": training,
+        "data": f"jsb:{given.data.name}",
+        "seeds": SEEDS,
+        "rule": __doc__.split("\n\n")[2],
+    }
 
     def write(curves: Curves) -> None:
         chosen = {name: [best(curves[f"{name}-seed{seed}"]) for seed in SEEDS] for name in PAPER}

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
 
+from experiments import papers
 from phasewise.data import load
 from phasewise.device import usable
 from phasewise.record import record
@@ -21,7 +22,6 @@ from phasewise.train.loop import train
 from phasewise.train.recipe import TrainRecipe
 from phasewise.train.side_by_side import train_side_by_side
 
-RECIPES = Path(__file__).parent / "recipes"
 BLOCK, BLOCKS = 50, 5
 
 
@@ -84,10 +84,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
-    pope, rope = (
-        TrainRecipe.model_validate_json((RECIPES / f"indirect-indexing-{name}.json").read_text())
-        for name in ("pope", "rope")
-    )
+    corpus = load("indirect-indexing")
+    pope, rope = (papers.recipe("pope-indirect-indexing", name, corpus) for name in ("pope", "rope"))
     plain = pope.model_copy(update={"precision": "float32", "compile": False})
     many = {
         f"{name}-{seed}": recipe.model_copy(update={"seed": seed})

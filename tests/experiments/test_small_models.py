@@ -1,22 +1,19 @@
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from experiments import indirect_indexing, jsb_chorales, small_model_speed
+from experiments import indirect_indexing, jsb_chorales, papers, small_model_speed
 from phasewise.data import load
+from phasewise.encodings import RoPEConfig
 from phasewise.interrupt import Interrupted
-from phasewise.train.recipe import TrainRecipe
+from phasewise.train.run import read_recipe
 
 CPU = torch.device("cpu")
-RECIPES = Path(indirect_indexing.__file__).parent / "recipes"
 
 
-def small(name, **changes):
-    """An experiment's recipe with a small model and few steps."""
-    given = TrainRecipe.model_validate_json((RECIPES / f"{name}.json").read_text())
+def small(name, encoding, **changes):
+    """A paper's recipe with a small model and few steps."""
+    given = papers.recipe(name, encoding, load("indirect-indexing"))
     sizes = {"width": 16, "head_dim": 8, "hidden": 32, "heads": 2, "kv_heads": 2, "layers": 1}
     model = given.model.model_copy(update=sizes)
     budget = {
@@ -30,13 +27,12 @@ def small(name, **changes):
     return given.model_copy(update={**budget, "model": model, **changes})
 
 
-@pytest.mark.parametrize("name", ["indirect-indexing-pope", "indirect-indexing-rope", "jsb-pope", "jsb-rope"])
+@pytest.mark.parametrize("name", [indirect_indexing.RECIPE, jsb_chorales.RECIPE])
 def test_recipes_of_the_two_encodings_differ_in_the_encoding_alone(name):
-    task, _, encoding = name.rpartition("-")
-    mine, other = (json.loads((RECIPES / f"{task}-{kind}.json").read_text()) for kind in (encoding, "pope"))
-    assert mine["model"].pop("encoding")["kind"] == encoding
-    other["model"].pop("encoding")
-    assert mine == other
+    rope, pope = (papers.recipe(name, kind, load("indirect-indexing")) for kind in ("rope", "pope"))
+    assert rope.model.encoding == RoPEConfig()
+    assert pope == rope.model_copy(update={"model": pope.model})
+    assert pope.model == rope.model.model_copy(update={"encoding": read_recipe(name).encoding})
 
 
 def test_accuracy_is_the_share_of_answers_at_their_places():
@@ -61,7 +57,7 @@ def test_indirect_indexing_keeps_the_best_checkpoint_and_the_average(tmp_path, m
     monkeypatch.setattr(indirect_indexing, "accuracy", lambda _model, _examples: next(told))
     # At steps 4 and 8, average then weights; at the end each one's last and best on two splits.
     told = iter([0.5, 0.1, 0.4, 0.1, *(0.01 * number for number in range(8))])
-    found = indirect_indexing.run({"pope": small("indirect-indexing-pope")}, tmp_path, CPU)["pope"]
+    found = indirect_indexing.run({"pope": small("pope-indirect-indexing", "pope")}, tmp_path, CPU)["pope"]
     assert found["curve"] == [
         {"steps": 4, "average": 0.5, "weights": 0.1},
         {"steps": 8, "average": 0.4, "weights": 0.1},
@@ -80,7 +76,7 @@ def test_paired_difference_and_its_interval_are_those_of_students_t():
 def test_indirect_indexing_resumed_equals_the_run_in_one_sitting(tmp_path, monkeypatch):
     for name, value in {"BLOCK": 2, "EVERY": 4, "WATCHED": 20, "KEPT": 0.5}.items():
         monkeypatch.setattr(indirect_indexing, name, value)
-    given = {"pope": small("indirect-indexing-pope", checkpoint_every=4)}
+    given = {"pope": small("pope-indirect-indexing", "pope", checkpoint_every=4)}
     whole = indirect_indexing.run(given, tmp_path / "whole", CPU)
     for block in (1, 2):
         asked = iter(range(1, 100))
@@ -112,7 +108,7 @@ def test_chorales_keep_the_best_validation_step_over_sittings(tmp_path, monkeypa
     monkeypatch.setattr(jsb_chorales, "BLOCK", 2)
     monkeypatch.setattr(jsb_chorales, "EVERY", 2)
     monkeypatch.setattr(jsb_chorales, "likelihood", lambda *_: next(told))
-    given = small("jsb-pope", context=24, data="austen", checkpoint_every=2)
+    given = small("pope-chorales", "pope", context=24, data="austen", checkpoint_every=2)
     given = {"pope": given.model_copy(update={"model": given.model.model_copy(update={"vocab_size": 256})})}
 
     def kill(curves):
@@ -135,7 +131,7 @@ def test_speed_counts_the_steps_of_all_models(monkeypatch):
     monkeypatch.setattr(small_model_speed, "BLOCK", 2)
     monkeypatch.setattr(small_model_speed, "BLOCKS", 3)
     monkeypatch.setattr(small_model_speed, "perf_counter", iter(range(0, 100, 4)).__next__)
-    given = small("indirect-indexing-rope", checkpoint_every=2)
+    given = small("pope-indirect-indexing", "rope", checkpoint_every=2)
     assert small_model_speed.ordinary(given, "cpu") == 0.5
     assert small_model_speed.together({"one": given, "other": given}, "cpu") == 1.0
     with pytest.raises(ValueError, match="2 steps are too few to time: use 8"):

@@ -29,7 +29,7 @@ def train(arguments: Sequence[str]) -> int:
         out: Path
         """Run folder: a new one, or with --resume the one to go on with."""
         recipe: str | None = None
-        """A recipe to start from: a JSON file, or the name of one in experiments/recipes."""
+        """A recipe to start from: a JSON file, or the name of one that comes with the package."""
         resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
         """Go on with the interrupted run in --out. Its other options need not be repeated."""
         tracker: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """Several checkpoints measured on the same corpora, passkeys and tasks, into a run folder that resumes."""
 
 import math
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -84,8 +85,8 @@ def _finish(plan: Plan, out: Path, *, figure: bool, console: Console | None) -> 
     progress = _progress(console or Console(quiet=True))
     try:
         (out / PARTS).mkdir(exist_ok=True)
-        with interruptible() as stop, progress:
-            sitting = _Sitting(plan, out / PARTS, stop, progress)
+        with interruptible() as pressed, interruptible(signal.SIGTERM) as told, progress:
+            sitting = _Sitting(plan, out / PARTS, lambda: pressed() or told(), progress)
             rows = tuple(sitting.evaluated(number) for number in range(len(plan.subjects)))
         evaluation = Evaluation(split=plan.recipe.split, seconds=math.fsum(sitting.seconds), rows=rows)
         if figure:

@@ -34,7 +34,7 @@ from phasewise.train.recipe import PLACEMENT, RunRecipe, TrainRecipe
 from phasewise.train.speed import utilisation
 from phasewise.train.trackers import Trackers, require_trackers
 
-RECIPES = Path(__file__).parents[3] / "experiments" / "recipes"
+RECIPES = Path(__file__).parent / "recipes"
 MODEL = "model"
 
 
@@ -82,7 +82,7 @@ Metrics = Annotated[list[dict[str, float]], Field(min_length=1)]
 
 
 def read_recipe(name: str) -> RunRecipe:
-    """The recipe in a JSON file, or the one of that name in experiments/recipes.
+    """The recipe in a JSON file, or the one of that name that comes with the package.
 
     Raises ValueError for one that is not there, and for fields that are unknown or do not fit.
 
@@ -91,7 +91,7 @@ def read_recipe(name: str) -> RunRecipe:
     """
     path = Path(name) if name.endswith(".json") else RECIPES / f"{name}.json"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in RECIPES.glob("*.json"))) or "none: give a file"
+        known = ", ".join(sorted(file.stem for file in RECIPES.glob("*.json")))
         raise ValueError(f"no recipe {name!r}: give a file, whose name ends in .json, or one of {known}")
     try:
         return RunRecipe.model_validate_json(path.read_bytes())
