@@ -32,7 +32,21 @@ def record(
     >>> written["values"]
     {'median_ms': 1.5}
     """
-    document = {
+    document = certified(recipe=recipe, values=values, device=device)
+    try:
+        text = written(document)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: recipe and values must be plain, finite JSON: {error}") from error
+    with replacing(Path(path)) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+    return document
+
+
+def certified(
+    *, recipe: Mapping[str, object], values: object, device: torch.device | str | None = None
+) -> dict[str, object]:
+    """What `record` writes, unwritten."""
+    return {
         "values": values,
         "recipe": dict(recipe),
         **commit(Path(__file__).parent),
@@ -40,13 +54,11 @@ def record(
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    try:
-        text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: recipe and values must be plain, finite JSON: {error}") from error
-    with replacing(Path(path)) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
-    return document
+
+
+def written(document: Mapping[str, object]) -> str:
+    """A record's JSON text. Raises TypeError or ValueError for what JSON cannot say."""
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 def commit(folder: Path) -> dict[str, object]:

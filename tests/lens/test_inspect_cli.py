@@ -11,7 +11,7 @@ import torch
 from phasewise.cli import main
 from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
 from phasewise.lens import report
-from phasewise.lens.inspect import Inspection
+from phasewise.lens.inspect import Inspection, inspect
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model import folder as own
 
@@ -144,5 +144,75 @@ def telling(self, *arguments):
         told.append(print("reading", flush=True))
     read(self, *arguments)
 TransformerReader.read = telling
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_scheduler_that_ends_the_work_gets_what_was_read(tmp_path):
+    model = save(tmp_path / "model", width=64)
+    out = tmp_path / "report"
+    command = [sys.executable, "-u", "-c", INTERRUPTED, "inspect", model, "--out", str(out)]
+    process = subprocess.Popen(
+        [*command, "--tokens", "400000", "--context", "64", "--device", "cpu"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n"
+    process.terminate()
+    _, err = process.communicate()
+    assert process.returncode == 130, err
+    assert json.loads((out / "report.json").read_text())["values"]["partial"].startswith("interrupted after")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(capsys, tmp_path):
+    code, out, err = run(capsys, tmp_path / "nowhere", "--out", "/proc/report")
+    assert (code, out) == (2, "")
+    assert err.startswith("phasewise: /proc/report cannot be written")
+
+
+def test_what_a_full_disk_does_not_take_is_printed(tmp_path):
+    model, out = save(tmp_path / "model"), tmp_path / "report"
+    command = [sys.executable, "-c", FULL_DISK, "inspect", model, *QUICK, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "theta_eff" in done.stdout
+    assert "is not whole" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(out.iterdir()) == []
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert Inspection.model_validate(json.loads(done.stdout)["values"]).tokens == 256
+
+
+def test_a_folder_that_another_command_filled_meanwhile_keeps_its_report(capsys, monkeypatch, tmp_path):
+    out = tmp_path / "report"
+
+    def measured(*arguments, **options):
+        out.mkdir()
+        (out / "report.json").write_text("another's")
+        return inspect(*arguments, **options)
+
+    monkeypatch.setattr("phasewise.lens.inspect.inspect", measured)
+    code, said, err = run(capsys, save(tmp_path / "model"), *QUICK, "--out", out)
+    assert code == 1
+    assert "theta_eff" in said
+    assert "already exists" in err
+    assert [path.read_text() for path in out.iterdir()] == ["another's"]
+
+
+def test_a_training_stands_for_the_model_in_it_by_its_own_name(capsys, tmp_path):
+    save(tmp_path / "mine" / "model")
+    for number, given in enumerate((tmp_path / "mine", tmp_path / "mine" / "model")):
+        out = tmp_path / f"report{number}"
+        assert run(capsys, given, *QUICK, "--out", out)[0] == 0
+        assert "<h1>Frequencies of mine</h1>" in (out / "report.html").read_text()
+
+
+FULL_DISK = """
+import resource, sys
+from phasewise.cli import main
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 sys.exit(main(sys.argv[1:]))
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.report import Report, deliver, ended
+from phasewise.cli.report import Report, deliver, ended, named
 from phasewise.cli.terminal import FAILED
 
 DOCTOR = """Find what is silently wrong with the positions of a checkpoint, or of a config.json alone.
@@ -26,6 +26,8 @@ def doctor(arguments: Sequence[str]) -> int:
     from phasewise.lens.doctor.opening import is_hugging_face, read_config
     from phasewise.lens.doctor.repair import CONFIG, destination, repair, write
     from phasewise.lens.doctor.show import figures, repaired, summary, table
+    from phasewise.lens.report import require_writable
+    from phasewise.model.folder import inside
 
     @dataclass(kw_only=True)
     class Options:
@@ -47,8 +49,11 @@ def doctor(arguments: Sequence[str]) -> int:
         """Print report.json on stdout instead of the table."""
 
     options = tyro.cli(Options, prog="phasewise doctor", args=arguments, description=DOCTOR)
-    source = options.checkpoint / CONFIG if options.checkpoint.is_dir() else options.checkpoint
+    folder = inside(options.checkpoint)
+    source = folder / CONFIG if folder.is_dir() else folder
     fixed_at = None if options.fix is None else destination(options.fix, source)
+    if fixed_at is not None:
+        require_writable(fixed_at.parent)
     if fixed_at is not None and not is_hugging_face(read_config(source)):
         raise ValueError(
             f"{source} is a config of this library, which cannot contradict itself; leave --fix out"
@@ -64,12 +69,15 @@ def doctor(arguments: Sequence[str]) -> int:
             console=Console(stderr=True),
             stop=stop,
         )
-        title = f"Positions of {options.checkpoint.resolve().name}"
-        return Report("doctor", title, found, figures(found), summary(found), [table(found)], found.partial)
+        title = f"Positions of {named(options.checkpoint)}"
+        shown = [table(found)]
+        if fixed_at is not None:
+            content, done = repair(read_config(source), found)
+            write(content, fixed_at)
+            shown.append(f"Written to {fixed_at}.\n{repaired(done)}")
+        return Report("doctor", title, found, figures(found), summary(found), shown, found.partial)
 
     report = deliver(options, make)
-    if fixed_at is not None:
-        content, done = repair(read_config(source), report.values)
-        write(content, fixed_at)
-        print(f"Written to {fixed_at}.\n{repaired(done)}", file=sys.stderr if options.as_json else sys.stdout)
+    if options.as_json:
+        print(*report.shown[1:], sep="\n", end="", file=sys.stderr)
     return ended(report, options.out, FAILED if report.values.wrong else 0)

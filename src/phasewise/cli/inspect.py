@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.report import Report, deliver, ended
+from phasewise.cli.report import Report, deliver, ended, named
 
 INSPECT = """Measure which frequencies every layer and head of a checkpoint uses, on data.
 
@@ -24,6 +24,7 @@ def inspect(arguments: Sequence[str]) -> int:
     from phasewise.lens.capture import open_checkpoint
     from phasewise.lens.inspect import Request, inspect
     from phasewise.lens.show import figures, summary, table
+    from phasewise.model.folder import inside
 
     @dataclass(kw_only=True)
     class Options:
@@ -70,10 +71,10 @@ def inspect(arguments: Sequence[str]) -> int:
             trained_length=options.trained_length,
             device=options.device,
         )
-        tokenizer = options.tokenizer or tokenizer_of(options.checkpoint, options.data)
+        tokenizer = options.tokenizer or tokenizer_of(inside(options.checkpoint), options.data)
         corpus = load(options.data, tokenizer=tokenizer)
         found = inspect(reader, corpus, request, console=Console(stderr=True), stop=stop)
-        title = f"Frequencies of {options.checkpoint.resolve().name}"
+        title = f"Frequencies of {named(options.checkpoint)}"
         return Report("inspect", title, found, figures(found), summary(found), [table(found)], found.partial)
 
     return ended(deliver(options, make), options.out)

@@ -1,12 +1,12 @@
 """What the commands that measure a checkpoint or a corpus do alike: write a report folder, print values or tables."""
 
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from phasewise.cli.terminal import INTERRUPTED, Left, written
+from phasewise.cli.terminal import FAILED, INTERRUPTED, Left, one_line, written
 
 
 @dataclass(frozen=True)
@@ -25,42 +25,46 @@ class Report:
 def deliver(options: Any, make: Callable[[Callable[[], bool]], Report]) -> Report:
     """Make a report, write it where `options.out` says, and print its JSON or its tables as `options.as_json` says.
 
-    `make` is told how to ask whether Ctrl-C was pressed. The recipe is the options themselves.
+    `make` is told how to ask whether Ctrl-C was pressed, or SIGTERM came. The recipe is the options themselves.
+    What cannot be written is printed all the same.
     """
     from rich.console import Console
 
     from phasewise.interrupt import Interrupted, interruptible
-    from phasewise.lens.report import check_folder, write_json, write_report
+    from phasewise.lens.report import check_folder, json_text, write_report
 
     out: Path | None = options.out
     device = getattr(options, "device", "cpu")
     if out is not None:
         check_folder(out)
     recipe = {name: _plain(value) for name, value in vars(options).items()}
+    unwritten = None
     try:
-        with interruptible() as stop:
-            report = make(stop)
+        with interruptible() as pressed, interruptible(signal.SIGTERM) as told:
+            report = make(lambda: pressed() or told())
             about = {"kind": report.kind, "values": report.values, "recipe": recipe, "device": device}
-            if out is not None:
-                write_report(
-                    out,
-                    title=report.title,
-                    charts=report.charts,
-                    summary=report.summary,
-                    partial=report.partial,
-                    **about,
-                )
+            try:
+                if out is not None:
+                    write_report(
+                        out,
+                        title=report.title,
+                        charts=report.charts,
+                        summary=report.summary,
+                        partial=report.partial,
+                        **about,
+                    )
+            except (ValueError, OSError) as error:
+                unwritten = f"the report in {out} is not whole ({one_line(error)}); what was found is printed"
     except Interrupted as error:
         raise Left(str(error), INTERRUPTED) from error
     if options.as_json:
-        with TemporaryDirectory() as folder:
-            path = Path(folder, "report.json")
-            write_json(path, **about)
-            print(path.read_text(), end="")
-        return report
-    for part in report.shown:
-        Console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
-    if out is not None:
+        print(json_text(**about), end="")
+    else:
+        for part in report.shown:
+            Console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    if unwritten is not None:
+        raise Left(unwritten, FAILED)
+    if out is not None and not options.as_json:
         print(written(out))
     return report
 
@@ -71,6 +75,14 @@ def ended(report: Report, out: Path | None, code: int = 0) -> int:
         return code
     kept = "" if out is None else f"; what was done is in {out}"
     raise Left(f"{report.partial}{kept}", INTERRUPTED)
+
+
+def named(checkpoint: Path) -> str:
+    """The name of a checkpoint: that of its folder, or of the training whose model it is."""
+    from phasewise.model.folder import MODEL
+
+    folder = checkpoint.resolve()
+    return folder.parent.name if folder.name == MODEL else folder.name
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from phasewise.lens.charts import COLOURS, PALETTE, Chart, HeatMap, Lines
+from phasewise.record import replacing
 
 DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted"}
 MOST_TICKS = 16
@@ -27,7 +28,11 @@ def draw(chart: Chart, title: str, path: Path) -> None:
         axes.set_title(title, loc="left")
         axes.set_xlabel(chart.x.title)
         axes.set_ylabel(chart.y.title)
-        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+        suffix = path.suffix.removeprefix(".")
+        with replacing(path) as unfinished:
+            figure.savefig(
+                unfinished, format=suffix, dpi=160, metadata={"Date": None} if suffix == "svg" else None
+            )
 
 
 def _lines(chart: Lines, axes: Any) -> None:

@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -29,7 +31,7 @@ from pydantic import BaseModel
 from phasewise.interrupt import Interrupted
 from phasewise.lens.charts import COLOURS, PALETTE, Axis, Chart, Figure, HeatMap, Line, Lines
 from phasewise.lens.draw import draw
-from phasewise.record import record, replacing
+from phasewise.record import certified, record, replacing, written
 
 PACKAGES = ("jinja2", "matplotlib", "plotly")
 DIGITS = 4
@@ -37,12 +39,24 @@ MOST_LABELS = 12
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError when no report can go to `folder`: it is not empty, or a package is missing."""
+    """Raise ValueError when no report can go to `folder`: it is not empty, nothing can be written there, or a
+    package is missing.
+    """
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ValueError(f"reports need {', '.join(missing)}: pip install 'phasewise[report]'")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} already exists: choose another folder")
+    require_writable(folder)
+
+
+def require_writable(folder: Path) -> None:
+    """Raise ValueError unless files can be written in `folder`, or, before it is made, in the folder above."""
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        TemporaryFile(dir=above).close()
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error.strerror}): choose another folder") from error
 
 
 def write_report(
@@ -59,11 +73,12 @@ def write_report(
 ) -> None:
     """Write the report that the module describes: report.json first, as only its values cannot be made again.
 
-    Raises ValueError for values that JSON cannot say, and where `check_folder` does for missing packages;
-    Interrupted for a KeyboardInterrupt once report.json is there.
+    Raises ValueError for values that JSON cannot say, and where `check_folder` does; Interrupted for a
+    KeyboardInterrupt once report.json is there.
     """
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "report.json", kind=kind, values=values, recipe=recipe, device=device)
+    record(folder / "report.json", **_certificate(kind, values, recipe, device))
     try:
         with replacing(folder / "report.html") as unfinished:
             shown = page(title, charts, summary=summary or {}, partial=partial)
@@ -79,17 +94,25 @@ def write_report(
         ) from error
 
 
-def write_json(
-    path: Path,
+def json_text(
     *,
     kind: str,
     values: BaseModel | Mapping[str, object],
     recipe: Mapping[str, object],
     device: torch.device | str = "cpu",
-) -> None:
-    """Write a report's values alone, with what `phasewise.record` adds; ValueError as `write_report`."""
+) -> str:
+    """What a report's report.json holds."""
+    return written(certified(**_certificate(kind, values, recipe, device)))
+
+
+def _certificate(
+    kind: str,
+    values: BaseModel | Mapping[str, object],
+    recipe: Mapping[str, object],
+    device: torch.device | str,
+) -> dict[str, Any]:
     plain = values.model_dump(mode="json") if isinstance(values, BaseModel) else values
-    record(path, recipe={"kind": kind, **recipe}, values=plain, device=device)
+    return {"recipe": {"kind": kind, **recipe}, "values": plain, "device": device}
 
 
 def page(
