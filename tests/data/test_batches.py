@@ -168,6 +168,22 @@ def test_tokens_of_short_and_long_documents_are_drawn_about_equally_often() -> N
     assert np.allclose(per_target, np.mean(per_target), rtol=0.1)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_ends_of_documents_are_drawn_as_well_as_their_middles(packed: bool) -> None:
+    sizes = [11, 12, 16, 21, 36, 101]
+    corpus = numbered(sizes)
+    counts = np.zeros(len(sizes) * CODES)
+    for step in range(80):
+        drawn = batch(corpus, "train", step=step, context=10, batch_size=400, seed=0, packed=packed)
+        counts += np.bincount(np.array(scored_targets([drawn])), minlength=len(counts))
+    mean = counts.sum() / sum(size - 1 for size in sizes)
+    for number, size in enumerate(sizes):
+        share = counts[CODES * number + 2 :][: size - 1] / mean
+        assert share.mean() == pytest.approx(1, abs=0.15)
+        assert share.min() > 0.45
+        assert share.max() < 1.65
+
+
 def test_a_task_scores_answers_alone_and_is_never_cut() -> None:
     corpus = numbered([7, 5, 6], task=Task(row_length=8, answer_length=2))
     found = windows(corpus, "test", length=8, batch_size=2)

@@ -59,7 +59,8 @@ def batch(
 
     A row is `context` consecutive tokens of one document (a document of no more than `context` + 1 tokens
     is shown whole, padded on the right). Documents are drawn with replacement, in proportion to the number of
-    rows they hold, so that every token is scored about equally often. A task draws whole examples uniformly.
+    rows they hold, so that every token is scored about equally often: those within `context` of an end of a
+    document between half and one and a half times as often as the average. A task draws whole examples uniformly.
 
     context: tokens a row, a task's `row_length` for a task.
     packed: fill each row with several documents, in segments of their own whose positions start at 0: whole
@@ -85,15 +86,12 @@ def batch(
         examples = documents.take(random.integers(len(documents), size=batch_size))
         return _stack([_example(example, corpus.task) for example in examples], context)
 
-    weights = documents.cumulative_rows(context)
     if packed:
-        if not weights[-1]:
+        if documents.longest < 2:
             raise ValueError(f"no document in the {split} split of {corpus.name} has two tokens")
         return Batch(*pack(documents, random, context=context, rows=batch_size))
     _require_fits(corpus, split, context, documents.longest - 1)
-    chosen = np.searchsorted(weights, random.random(batch_size) * weights[-1], side="right")
-    targets = documents.lengths[chosen] - 1
-    starts = random.integers(np.maximum(1, targets - context + 1))
+    chosen, starts, _ = documents.draw(random, batch_size, context)
     rows = []
     for document, start in zip(documents.take(chosen), starts.tolist(), strict=True):
         piece = document[start : start + context + 1]

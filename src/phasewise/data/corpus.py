@@ -9,6 +9,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, overload
 
 import numpy as np
@@ -30,7 +31,7 @@ class Split(Sequence[np.ndarray]):
     def take(self, indices: np.ndarray) -> list[np.ndarray]:
         """The documents at `indices`, int64 [n]."""
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Tokens in the longest document."""
         return int(self.lengths.max())
@@ -46,6 +47,21 @@ class Split(Sequence[np.ndarray]):
             rows = np.where(targets > 0, np.maximum(1.0, targets / context), 0.0).cumsum()
             known = self.__dict__["_cumulative_rows"] = (context, rows)
         return known[1]
+
+    def draw(
+        self, random: np.random.Generator, count: int, context: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`count` windows: their documents, where they start, and their targets, `context` or a whole document's.
+
+        Starts are drawn as if a window might stand out of its document by half, and moved inside. So a token at
+        an end of a document is drawn at least half as often as the average one, and none more than half more often.
+        """
+        rows = self.cumulative_rows(context)
+        chosen = np.searchsorted(rows, random.random(count) * rows[-1], side="right")
+        targets = self.lengths[chosen] - 1
+        last = np.maximum(0, targets - context)
+        starts = random.integers(-(context // 2), last + context // 2 + 1).clip(0, last)
+        return chosen, starts, np.minimum(targets, context)
 
     @overload
     def __getitem__(self, index: int) -> np.ndarray: ...

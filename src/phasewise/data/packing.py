@@ -60,17 +60,11 @@ def pack(documents: Split, random: np.random.Generator, *, context: int, rows: i
 
 def _draw(documents: Split, random: np.random.Generator, context: int, total: int) -> list[Piece]:
     """Pieces of `total` targets together; only the last may be cut to that end."""
-    weights = documents.cumulative_rows(context)
     pieces: list[Piece] = []
     left = total
     while left > 0:
-        count = 1 + left // context
-        chosen = np.searchsorted(weights, random.random(count) * weights[-1], side="right")
-        targets = documents.lengths[chosen] - 1
-        starts = random.integers(np.maximum(1, targets - context + 1))
-        for document, start, size in zip(
-            chosen.tolist(), starts.tolist(), np.minimum(targets, context).tolist(), strict=True
-        ):
+        drawn = documents.draw(random, 1 + left // context, context)
+        for document, start, size in zip(*(each.tolist() for each in drawn), strict=True):
             size = min(size, left)
             if size:
                 pieces.append(Piece(document, start, size, whole=size == documents.lengths[document] - 1))

@@ -35,12 +35,7 @@ class SplitWriter:
         for shard in self._shards:
             require_size(folder / f"{shard.name}.bin", shard.tokens * dtype.itemsize)
             require_size(folder / f"{shard.name}.lengths", shard.documents * LENGTH.itemsize)
-        self._files = tuple(
-            _cut_back(path, count * kind.itemsize)
-            for path, count, kind in zip(
-                self._paths, (self._tokens, self._documents), (dtype, LENGTH), strict=True
-            )
-        )
+        self._open()
 
     def append(self, tokens: np.ndarray, *, text_bytes: int) -> None:
         """Write one document of tokens [n] that was `text_bytes` long."""
@@ -51,7 +46,7 @@ class SplitWriter:
         self._text_bytes += text_bytes
         if self._tokens >= self._shard_tokens:
             self._close_shard()
-            self._files = tuple(_cut_back(path, 0) for path in self._paths)
+            self._open()
 
     def save(self) -> Open:
         """Bring everything onto the disk, and say what is there."""
@@ -88,9 +83,10 @@ class SplitWriter:
     def _name(self) -> str:
         return f"{self._split}-{len(self._shards):05}"
 
-    @property
-    def _paths(self) -> tuple[Path, Path]:
-        return self._folder / f"{self._name}.bin", self._folder / f"{self._name}.lengths"
+    def _open(self) -> None:
+        self._paths = self._folder / f"{self._name}.bin", self._folder / f"{self._name}.lengths"
+        sizes = self._tokens * self._dtype.itemsize, self._documents * LENGTH.itemsize
+        self._files = tuple(_cut_back(path, size) for path, size in zip(self._paths, sizes, strict=True))
 
     def _close_shard(self) -> None:
         self.save()
