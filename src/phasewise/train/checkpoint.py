@@ -110,6 +110,13 @@ def saved(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name))
 
 
+def step_of(path: Path) -> int:
+    """Steps done, as a checkpoint's name has them."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 def facts(path: Path) -> Facts:
     """What a checkpoint says of itself; ValueError, naming the one before it, when that is damaged."""
     match = _NAME.fullmatch(path.name)

@@ -20,7 +20,7 @@ from torch import Tensor
 from phasewise.data import NOT_SCORED, Batch, Corpus, batch
 from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
-from phasewise.train.checkpoint import Checkpoint, load, require_same_run, save, saved
+from phasewise.train.checkpoint import Checkpoint, load, require_same_run, save, saved, step_of
 from phasewise.train.loop import Diverged, Trained, cpu_threads
 from phasewise.train.metrics import cut, losses_until
 from phasewise.train.optimizer import learning_rate
@@ -31,6 +31,7 @@ from phasewise.train.trainer import Trainer
 
 WARM_UP = 3
 COLUMNS = 16
+METRICS = "metrics.jsonl"
 
 Inputs = tuple[Tensor, ...]
 Draw = tuple[int, int, int]
@@ -80,12 +81,8 @@ def train_side_by_side(
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         if any(recipe.compile for recipe in recipes.values()):
             torch.compiler.reset()  # a process compiles a function for so many models and no more
-        lanes = {name: Lane(recipe, corpus, folder / name, device) for name, recipe in recipes.items()}
-        done, *others = sorted({lane.done for lane in lanes.values()})
-        if others:
-            raise ValueError(
-                f"the models in {folder} have taken {[done, *others]} steps: train the later ones apart"
-            )
+        done = _shared_step(folder, recipes, corpus)
+        lanes = {name: Lane(recipe, corpus, folder / name, device, done) for name, recipe in recipes.items()}
         models = {name: lane.trainer.model for name, lane in lanes.items()}
         for end, drawn in stack.enter_context(_blocks(recipes, corpus, range(done, steps, block), steps)):
             started = perf_counter()
@@ -137,19 +134,20 @@ class Padded:
 class Lane:
     """One model's training: what a step reads and changes lies at fixed addresses of the device."""
 
-    def __init__(self, recipe: TrainRecipe, corpus: Corpus, folder: Path, device: torch.device) -> None:
+    def __init__(
+        self, recipe: TrainRecipe, corpus: Corpus, folder: Path, device: torch.device, done: int
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.recipe, self.folder, self.device = recipe, folder, device
-        checkpoints = saved(folder)
         processes = Processes(rank=0, size=1, device=device)
-        self.trainer = Trainer(recipe, processes, blank=bool(checkpoints))
+        self.trainer = Trainer(recipe, processes, blank=done > 0)
         _put_on_device(self.trainer.optimizer, device)
         self.random = _OnCuda(device) if device.type == "cuda" else _OnCpu()
-        self.done, self.seconds = 0, 0.0
-        if checkpoints:
-            self._restore(checkpoints[-1], corpus)
-        self.losses = losses_until(folder / "metrics.jsonl", self.done)
-        cut(folder / "metrics.jsonl", self.done)
+        self.done, self.seconds = done, 0.0
+        if done:
+            self._restore(next(path for path in saved(folder) if step_of(path) == done))
+        self.losses = losses_until(folder / METRICS, self.done)
+        cut(folder / METRICS, self.done)
         short = obstacle(recipe, corpus, device) is None
         self.task = (
             ShortRows(self.trainer.model, self.trainer.optimizer, recipe, corpus)
@@ -204,7 +202,7 @@ class Lane:
             rate = learning_rate(self.recipe, step)
             record = {"step": step + 1, "loss": loss, "learning_rate": rate, "gradient_norm": norm}
             lines.append(json.dumps(record) + "\n")
-        with (self.folder / "metrics.jsonl").open("a") as metrics:
+        with (self.folder / METRICS).open("a") as metrics:
             metrics.writelines(lines)
             metrics.flush()
             os.fsync(metrics.fileno())
@@ -223,13 +221,12 @@ class Lane:
         tail = self.losses[-max(self.recipe.steps // 10, 1) :]
         return Trained(self.trainer.whole(), math.fsum(tail) / len(tail), self.seconds)
 
-    def _restore(self, path: Path, corpus: Corpus) -> None:
-        require_same_run(path, self.recipe, corpus)
+    def _restore(self, path: Path) -> None:
         with self.random:
             state = self.trainer.state()
             known = load(path, state)
             self.trainer.restore(state)
-        self.done, self.seconds = known.step, known.seconds
+        self.seconds = known.seconds
 
     def _step(self) -> None:
         *batch, rate = (x.index_select(0, self.place)[0] for x in self.inputs)
@@ -324,6 +321,24 @@ def _blocks(
         yield made()
 
 
+def _shared_step(folder: Path, recipes: Mapping[str, TrainRecipe], corpus: Corpus) -> int:
+    """The furthest step that every model has a checkpoint of: a killed sitting may have written some of the last."""
+    found = {name: saved(folder / name) for name in recipes}
+    for name, paths in found.items():
+        for path in paths[-1:]:
+            require_same_run(path, recipes[name], corpus)
+    steps = {name: {step_of(path) for path in paths} for name, paths in found.items()}
+    shared = set.intersection(*steps.values())
+    begun = all((folder / name / METRICS).exists() for name in recipes)
+    if not shared and max(map(len, steps.values())) > begun:
+        taken = {name: max(of, default=0) for name, of in steps.items()}
+        raise ValueError(
+            f"the models in {folder} have no checkpoint of one step (the last: {taken}): train those behind apart "
+            "up to the others', or delete the folder to start again"
+        )
+    return max(shared, default=0)
+
+
 def _draw(recipe: TrainRecipe) -> Draw:
     return recipe.seed, recipe.batch_size, recipe.context
 
@@ -356,10 +371,14 @@ def _check(recipes: Mapping[str, TrainRecipe], block: int) -> None:
     if len(steps) > 1:
         raise ValueError(f"side by side all models take one number of steps, not {sorted(steps)}")
     for name, recipe in recipes.items():
-        if recipe.packed or recipe.accumulate > 1 or recipe.sharding != "replicated" or recipe.evaluate_every:
+        plain = {"packed": False, "accumulate": 1, "sharding": "replicated", "context_processes": 1}
+        unserved = [field for field, value in plain.items() if getattr(recipe, field) != value]
+        if recipe.evaluate_every:
+            unserved.append("evaluate_every")
+        if unserved:
             raise ValueError(
                 f"{name}: side by side a step takes its whole batch, unpacked, on one device and measures nothing; "
-                "leave out packed, accumulate, sharding and evaluate_every"
+                f"leave out {', '.join(unserved)}"
             )
         if recipe.checkpoint_every % block:
             raise ValueError(
