@@ -25,7 +25,7 @@ from phasewise.lens.advise.measured import held_out
 from phasewise.record import record
 
 TRAINED, WANTED = 8192, 32_768
-ORDER = ("YaRN", "fitted grid", "NTK", "PI", "Llama3-style", "base change")
+ORDER = ("fitted grid", "YaRN", "NTK", "PI", "Llama3-style", "base change")
 RESULT = Path("results/advise/smollm2.json")
 
 
