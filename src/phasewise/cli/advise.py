@@ -19,6 +19,7 @@ def advise(arguments: Sequence[str]) -> int:
     import torch
     import tyro
 
+    from phasewise.data import CORPORA, TOKENIZERS
     from phasewise.lens.advise.advice import RATES_READ
     from phasewise.lens.advise.measured import Trial
 
@@ -28,12 +29,13 @@ def advise(arguments: Sequence[str]) -> int:
         """Folder of the checkpoint. None: advice for pretraining, which needs --head-dim."""
         length: int
         """Tokens to be served."""
-        data: str = "austen"
-        """Corpus, as `phasewise profile` takes it."""
-        tokenizer: str | None = None
-        """Of text: bytes | bpe:SIZE | PATH of a tokenizer.json. None: the checkpoint's own, or else bytes."""
+        data: Annotated[str, tyro.conf.arg(help=f"Corpus: {CORPORA}.")] = "austen"
+        tokenizer: Annotated[
+            str | None,
+            tyro.conf.arg(help=f"None: the checkpoint's own for text, or else bytes. {TOKENIZERS}"),
+        ] = None
         trained_length: int | None = None
-        """Tokens that the checkpoint serves well as it is. None: what its config says."""
+        """Tokens that it serves well as it is. None: what its config or history.json says."""
         head_dim: int | None = None
         """Channels of a head, for pretraining."""
         measure: bool = True

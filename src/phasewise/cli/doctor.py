@@ -36,7 +36,7 @@ def doctor(arguments: Sequence[str]) -> int:
         length: int | None = None
         """Tokens it is to serve. None: what its config states, or 4096."""
         trained_length: int | None = None
-        """Tokens a model of this library was trained at; its folder does not say."""
+        """Tokens it was trained at. None: what its config or history.json says."""
         dtype: str | None = None
         """Serve in float32 | bfloat16 | float16. None: as stored."""
         device: str = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,7 +20,7 @@ def inspect(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.data import load, tokenizer_of
+    from phasewise.data import CORPORA, TOKENIZERS, load, tokenizer_of
     from phasewise.lens.capture import open_checkpoint
     from phasewise.lens.inspect import Request, inspect
     from phasewise.lens.show import figures, summary, table
@@ -30,10 +30,11 @@ def inspect(arguments: Sequence[str]) -> int:
     class Options:
         checkpoint: tyro.conf.Positional[Path]
         """Folder of the checkpoint."""
-        data: str = "austen"
-        """Corpus to read: austen | chorales | jsb:PATH | text:PATH | genome:PATH | indirect-indexing."""
-        tokenizer: str | None = None
-        """Of text: bytes | bpe:SIZE | PATH of a tokenizer.json. None: the checkpoint's own, or else bytes."""
+        data: Annotated[str, tyro.conf.arg(help=f"Corpus to read: {CORPORA}.")] = "austen"
+        tokenizer: Annotated[
+            str | None,
+            tyro.conf.arg(help=f"None: the checkpoint's own for text, or else bytes. {TOKENIZERS}"),
+        ] = None
         split: str = Request.split
         """Part of the corpus: train | validation | test."""
         tokens: int = Request.tokens
@@ -45,7 +46,7 @@ def inspect(arguments: Sequence[str]) -> int:
         queries: int = Request.queries
         """Queries of each row whose attention weights a third form of the energy; 0 leaves it out."""
         trained_length: int | None = None
-        """Tokens a model of this library was trained at. None: what its folder says."""
+        """Tokens it was trained at. None: what its config or history.json says."""
         dtype: str | None = None
         """Read in float32 | bfloat16 | float16. None: as stored."""
         device: str = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,18 +17,18 @@ def profile(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
+    from phasewise.data import CORPORA, TOKENIZERS
     from phasewise.lens.dependency import Shuffle
     from phasewise.lens.profile import ModelView, profile
     from phasewise.lens.profile_report import figures, summary, table
 
     @dataclass(kw_only=True)
     class Options:
-        data: tyro.conf.Positional[tuple[str, ...]]
-        """Corpora: austen | chorales | jsb:PATH | text:PATH | genome:PATH | indirect-indexing."""
+        data: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(help=f"Corpora: {CORPORA}.")]
         out: Path
         """Report folder: a new one."""
         granularities: tuple[str, ...] = ()
-        """Of text bytes words bpe:SIZE, of music notes steps, of genomes bases kmers:K; none given: several."""
+        """Of text bytes words gpt2 bpe:SIZE, of music notes steps, of genomes bases kmers:K; none given: several."""
         split: str = "train"
         """Part of each corpus: train | validation | test."""
         longest: int | None = None
@@ -37,8 +37,7 @@ def profile(arguments: Sequence[str]) -> int:
         """Baseline: tokens shuffled within each document, or over the whole corpus."""
         checkpoint: Path | None = None
         """Folder of a model whose use of each distance to measure too."""
-        tokenizer: str = "bytes"
-        """Tokens of the checkpoint: bytes | bpe:SIZE | PATH of a tokenizer.json."""
+        tokenizer: Annotated[str, tyro.conf.arg(help=f"Of the checkpoint. {TOKENIZERS}")] = "bytes"
         context: int = 256
         """Tokens the checkpoint is shown."""
         seed: int = 0

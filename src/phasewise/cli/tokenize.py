@@ -27,8 +27,9 @@ def tokenize(arguments: Sequence[str]) -> int:
 
     @dataclass(kw_only=True)
     class Options:
-        data: tyro.conf.Positional[str]
-        """text:PATH | jsonl:PATH | parquet:PATH | datasets:NAME (or NAME:CONFIG)."""
+        data: Annotated[
+            tyro.conf.Positional[str], tyro.conf.arg(help=Origin.model_fields["data"].description)
+        ]
         out: Path
         """Folder of shards: a new one, or one to go on with or to verify."""
         shard_tokens: int = 2**27

@@ -2,14 +2,16 @@
 
 from phasewise.data.batches import NOT_SCORED, Batch, Windows, batch, windows
 from phasewise.data.corpus import Corpus, Documents, Split, Task
-from phasewise.data.kinds import Origin
+from phasewise.data.kinds import TOKENIZERS, Origin
 from phasewise.data.shards import verify
-from phasewise.data.sources import NAMES, load, tokenizer_of
+from phasewise.data.sources import CORPORA, NAMES, load, tokenizer_of
 from phasewise.data.tokenization import tokenize
 
 __all__ = [
+    "CORPORA",
     "NAMES",
     "NOT_SCORED",
+    "TOKENIZERS",
     "Batch",
     "Corpus",
     "Documents",

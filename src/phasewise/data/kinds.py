@@ -16,6 +16,10 @@ from phasewise.data.midi import midi_source, remi_codec, transposed
 
 MUSIC = ("midi", "maestro", "asap")
 KINDS = ("text", "jsonl", "parquet", "datasets", "genome", *MUSIC)
+TOKENIZERS = (
+    "Of text: bytes | gpt2 | bpe:SIZE (trained on the training split) | PATH of a tokenizer.json; "
+    "of genomes: bytes (a base a token) | kmers:K."
+)
 
 
 class Origin(BaseModel):
@@ -26,9 +30,7 @@ class Origin(BaseModel):
     data: str
     """text:PATH | jsonl:PATH | parquet:PATH | datasets:NAME (or NAME:CONFIG) | genome:PATH |
     midi:PATH | maestro:PATH | asap:PATH."""
-    tokenizer: str = "bytes"
-    """Of text: bytes | gpt2 | bpe:SIZE (trained on the training split) | PATH of a tokenizer.json.
-    Of genomes: bytes (a base a token) | kmers:K. Music has one of its own, REMI."""
+    tokenizer: str = Field(default="bytes", description=f"{TOKENIZERS} Music has one of its own, REMI.")
     separator: str | None = None
     """Of text: what stands between documents inside a file; None: a file is a document."""
     field: str = "text"

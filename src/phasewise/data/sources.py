@@ -44,6 +44,7 @@ NAMES += ("indirect-indexing",)
 TEXT = ("austen", "text", "jsonl", "parquet", "datasets")
 TOKENIZED = (*TEXT, "genome", "igsm", "passkey", "needles")
 NAMES += tuple(f"{kind}:BLOCK" for kind in SUITE)
+CORPORA = " | ".join(NAMES)
 
 
 def load(

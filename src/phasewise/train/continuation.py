@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from phasewise.data import NAMES
+from phasewise.data import CORPORA, TOKENIZERS
 from phasewise.train.folder import RECIPE, read
 from phasewise.train.initial import Initial
 from phasewise.train.recipe import Seed
@@ -20,9 +20,10 @@ class Continuation(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    data: str = Field(default="austen", description=f"Corpus: {' | '.join(NAMES)}.")
-    tokenizer: str = "bytes"
-    """For text: bytes | bpe:SIZE | the path of a tokenizer.json; the one the checkpoint was trained with."""
+    data: str = Field(default="austen", description=f"Corpus: {CORPORA}.")
+    tokenizer: str = Field(
+        default="bytes", description=f"The one the checkpoint was trained with. {TOKENIZERS}"
+    )
     trained_length: Length | None = None
     """Length the checkpoint was trained at, where its folder does not say."""
     batch_size: int = Field(default=4, ge=1, le=2**16)

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
+from phasewise.data import CORPORA, TOKENIZERS
 from phasewise.device import floating
 from phasewise.train.folder import RECIPE, read
 
@@ -16,10 +17,12 @@ class EvaluateRecipe(BaseModel):
 
     checkpoints: Annotated[tuple[str, ...], Field(min_length=1)]
     """Folders of checkpoints: of this library, or of Hugging Face."""
-    data: Annotated[tuple[str, ...], Field(min_length=1)] = ("austen",)
-    """Corpora, named as for training."""
-    tokenizer: str | None = None
-    """Of text: bytes | bpe:SIZE | PATH of a tokenizer.json. None: each checkpoint's own, or else bytes."""
+    data: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        default=("austen",), description=f"Corpora: {CORPORA}."
+    )
+    tokenizer: str | None = Field(
+        default=None, description=f"None: each checkpoint's own for text, or else bytes. {TOKENIZERS}"
+    )
     split: str = "test"
     """Part of each corpus: train | validation | test."""
     lengths: tuple[Annotated[int, Field(ge=2, le=10**12)], ...] = ()

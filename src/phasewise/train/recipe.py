@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from phasewise.data import NAMES
+from phasewise.data import CORPORA, TOKENIZERS
 from phasewise.encodings import AnyEncodingConfig, RoPEConfig, named
 from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
 from phasewise.model import ModelConfig
@@ -36,9 +36,8 @@ class Budget(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    data: str = Field(default="austen", description=f"Corpus: {' | '.join(NAMES)}.")
-    tokenizer: str = "bytes"
-    """For text: bytes | bpe:SIZE (trained on the corpus) | the path of a tokenizer.json."""
+    data: str = Field(default="austen", description=f"Corpus: {CORPORA}.")
+    tokenizer: str = Field(default="bytes", description=TOKENIZERS)
     context: int = Field(default=128, ge=2, le=2**20)
     """Trained length in tokens."""
     batch_size: int = Field(default=16, ge=1, le=2**16)

@@ -1,0 +1,39 @@
+"""What the commands' --help says is complete, and alike where it is about the same thing."""
+
+import pytest
+
+from phasewise.cli import COMMANDS, main
+from phasewise.data import CORPORA, TOKENIZERS
+
+READ_A_CORPUS = ("compare", "train", "extend", "evaluate", "profile", "inspect", "advise")
+TOKENISE = (*READ_A_CORPUS, "tokenize")
+
+
+def helped(capsys, command):
+    """The help of a command as one line, without the frame that tyro draws."""
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    return " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+
+
+@pytest.mark.parametrize("command", READ_A_CORPUS)
+def test_help_lists_every_corpus(capsys, command):
+    assert CORPORA in helped(capsys, command)
+
+
+@pytest.mark.parametrize("command", TOKENISE)
+def test_help_lists_every_tokenizer(capsys, command):
+    assert TOKENIZERS in helped(capsys, command)
+
+
+def test_help_of_tokenize_lists_all_that_it_takes(capsys):
+    said = helped(capsys, "tokenize")
+    for kind in ("text", "jsonl", "parquet", "datasets", "genome", "midi", "maestro", "asap"):
+        assert f"{kind}:" in said
+
+
+def test_main_help_has_a_line_for_every_command(capsys):
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {command} " in said for command in COMMANDS)
