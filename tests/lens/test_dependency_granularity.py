@@ -88,3 +88,10 @@ def test_granularity_that_the_corpus_lacks_is_refused_with_those_it_has(unit, gr
 def test_misspelt_tokenizer_is_refused(text):
     with pytest.raises(ValueError, match="no tokenizer 'wrods'"):
         sequences(text, "wrods")
+
+
+def test_a_generated_corpus_is_profiled_on_its_first_examples():
+    corpus = load("passkey:128")
+    assert len(corpus.split("train")) == 1_000_000
+    assert len(sequences(corpus, "bytes").lengths) == 10_000
+    assert len(sequences(corpus, "bytes", split="test").lengths) == len(corpus.split("test"))
