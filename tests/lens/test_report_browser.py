@@ -2,15 +2,21 @@
 
 import math
 import random
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 
+from phasewise.cli import main
+from phasewise.encodings import PoPEConfig, RoPEConfig, TAPAConfig
 from phasewise.lens.charts import Axis, Figure, HeatMap, Line, Lines
 from phasewise.lens.inspect import Inspection
 from phasewise.lens.report import page
 from phasewise.lens.show import figures, summary
 from phasewise.lens.spectrum import Head, Spectrum, Use
+from phasewise.model import folder as own
 from tests.lens.browser import browser, chromium
+from tests.model.small import model_of
 
 pytest.importorskip("plotly", reason="reports need plotly")
 pytest.importorskip("jinja2", reason="reports need jinja2")
@@ -142,4 +148,85 @@ def test_lines_with_gaps_and_bands_are_drawn(tmp_path):
         tab.open(path, width=800, height=1600)
         for name in ("lines", "empty"):
             tab.wait(f"document.querySelector('#{name} .main-svg') !== null")
+        assert tab.complaints == []
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """A report of every command that measures, of tiny models and corpora, each page with its charts' names."""
+    folder = tmp_path_factory.mktemp("reports")
+    for name, encoding in (("rope", RoPEConfig()), ("pope", PoPEConfig()), ("tapa", TAPAConfig())):
+        own.save(model_of(encoding, vocab_size=256), folder / name)
+    text = folder / "a_text_of_a_rather_long_name.txt"
+    text.write_text("It is a truth universally acknowledged, that a single man must want. " * 200)
+    read = ["--tokens", "512", "--context", "128", "--length", "2048"]
+    commands = {
+        "rope": ["inspect", str(folder / "rope"), *read, "--trained-length", "128"],
+        "pope": ["inspect", str(folder / "pope"), *read],
+        "tapa": ["inspect", str(folder / "tapa"), *read],
+        "doctor": ["doctor", str(folder / "rope"), "--trained-length", "128", "--length", "4096"],
+        "profile": [
+            "profile",
+            f"text:{text}",
+            "austen",
+            "--longest",
+            "50",
+            "--granularities",
+            "bytes",
+            "words",
+        ],
+    }
+    commands["profile"] += ["--checkpoint", str(folder / "rope"), "--context", "32"]
+    commands["advise"] = ["advise", str(folder / "rope"), "--trained-length", "128", "--length", "256"]
+    commands["advise"] += ["--read", "512", "--no-measure"]
+    for name, command in commands.items():
+        with redirect_stdout(StringIO()):
+            assert main([*command, "--out", str(folder / "out" / name)]) == 0
+    return folder / "out"
+
+
+CHARTS = {
+    "rope": ["layers", "heads", "wavelength", "coherent", "turns"],
+    "pope": ["layers", "heads", "wavelength", "coherent", "turns", "phases", "magnitudes"],
+    "tapa": ["distance", "arguments"],
+    "doctor": ["phases", "turns"],
+    "profile": ["dependency", "reach", "model"],
+    "advise": ["grid"],
+}
+OVERLAPS = """(() => {
+  const within = chart => selector => [...chart.querySelectorAll(selector)].map(t => t.getBoundingClientRect());
+  const meet = (a, b) => a.width && b.width && a.left < b.right - 1 && b.left < a.right - 1 &&
+    a.top < b.bottom - 1 && b.top < a.bottom - 1;
+  return [...document.querySelectorAll('.chart')].filter(chart => {
+    const of = within(chart), legend = of('.legendtext'), title = of('.xtitle, .ytitle'), labels = of('.xtick text');
+    const rows = of('.ytick text');
+    return legend.some(l => [...title, ...labels].some(t => meet(l, t))) ||
+      [labels, rows].some(side => side.slice(1).some((one, place) => meet(one, side[place])));
+  }).map(chart => chart.id);
+})()"""
+
+
+HOVER = """(id => {
+  const chart = document.getElementById(id), number = chart.data.length - 1, trace = chart.data[number];
+  const at = trace.type === 'heatmap' ? {xval: trace.z[0].findIndex(value => value !== null), yval: 0} :
+    {curveNumber: number, pointNumber: trace.y.findIndex(value => value !== null)};
+  Plotly.Fx.hover(id, [at]);
+})"""
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_report_of_every_command_is_drawn_and_told_on_a_desk_and_on_a_phone(reports, name):
+    with browser() as tab:
+        for width, height, mobile in ((1200, 900, False), (390, 844, True)):
+            tab.open(reports / name / "report.html", width=width, height=height, mobile=mobile)
+            charts = tab.run("[...document.querySelectorAll('.chart')].map(chart => chart.id)")
+            assert charts == CHARTS[name]
+            for chart in charts:
+                tab.run(f"document.getElementById('{chart}').scrollIntoView()")
+                tab.wait(f"document.querySelector('#{chart} .main-svg .xtick') !== null")
+                tab.run(f"{HOVER}('{chart}')")
+                tab.wait(f"document.querySelector('#{chart} .hoverlayer text') !== null")
+            assert tab.run(OVERLAPS) == []
+            assert tab.run("document.documentElement.scrollWidth") <= width
+        assert all(url.startswith(OWN) for url in tab.requests)
         assert tab.complaints == []

@@ -183,13 +183,18 @@ def _layout(chart: Chart, x: dict[str, object], y: dict[str, object]) -> dict[st
 
 
 def _axis(axis: Axis, values: Sequence[float]) -> dict[str, object]:
-    """Labels at every whole number of a short range, and at powers of ten alone over several decades."""
+    """Labels at every whole number of a short range; at powers of ten over several decades, with twos and fives
+    between them over few, and at a handful of places within less.
+    """
     known = [value for value in values if math.isfinite(value) and (value > 0 or axis.scale == "linear")]
     if axis.scale == "log":
-        whole = bool(known) and max(known) / min(known) > 10**1.5
-    else:
-        whole = all(value == int(value) for value in known) and max(known, default=0) <= MOST_LABELS
-    return {**_title(axis), "type": axis.scale, **({"dtick": 1} if whole else {})}
+        ratio = max(known) / min(known) if known else 1.0
+        ticks: dict[str, object] = (
+            {"dtick": 1} if ratio > 10**1.5 else {"dtick": "D2"} if ratio > 5 else {"nticks": 5}
+        )
+        return {**_title(axis), "type": "log", "exponentformat": "power", **ticks}
+    whole = all(value == int(value) for value in known) and max(known, default=0) <= MOST_LABELS
+    return {**_title(axis), "type": "linear", **({"dtick": 1} if whole else {})}
 
 
 def _title(axis: Axis) -> dict[str, object]:

@@ -215,7 +215,7 @@ def _of_tapa(layers: Sequence[Phase]) -> list[Figure]:
             x=Axis(title="argument at distance 1, radians"),
             y=Axis(title="head"),
             value=Axis(title="share of pairs", scale="log"),
-            columns=[f"{middle:.3g}" for middle in _middles(layer.bins)],
+            columns=[_short(middle) for middle in _middles(layer.bins)],
             rows=[str(head) for head in range(len(layer.heads))],
             z=[head.argument for head in layer.heads],
             low=1e-4,
@@ -331,7 +331,7 @@ def _length(tokens: float) -> str:
 def _short(tokens: float) -> str:
     """Three digits, as 6.28, 627 or 27.7k."""
     for size, unit in ((1e6, "M"), (1e3, "k")):
-        if tokens >= size:
+        if abs(tokens) >= size:
             return f"{tokens / size:.3g}{unit}"
     return f"{tokens:.3g}"
 
