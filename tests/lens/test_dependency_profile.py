@@ -360,3 +360,29 @@ def test_many_short_documents_of_a_generated_task_are_profiled():
     (corpus,) = profile(["indirect-indexing"], split="test", longest=20).corpora
     assert corpus.granularities[0].documents == 10_000
     assert corpus.granularities[0].information.blocks == "documents"
+
+
+def test_a_checkpoint_reads_by_its_own_tokenizer_unless_another_is_given(words, tmp_path, monkeypatch):
+    config = ModelConfig(vocab_size=256, width=16, layers=1, heads=2, encoding=RoPEConfig())
+    save(Transformer(config), tmp_path / "mine" / "model")
+    (tmp_path / "mine" / "model" / "tokenizer.json").write_text("{}")
+    for given, said in ((None, "is not a tokenizer.json"), ("bpe:100", "is no vocabulary size")):
+        view = module.ModelView(str(tmp_path / "mine"), tokenizer=given, context=32)
+        with pytest.raises(ValueError, match=said):
+            profile([f"text:{words}"], granularities=["words"], longest=50, model=view)
+
+
+def test_options_of_a_checkpoint_without_one_are_refused(capsys, tmp_path):
+    code, _, err = run(capsys, "austen", "--context", "32", "--out", tmp_path / "report")
+    assert code == 2
+    assert "--context is of a checkpoint: give one with --checkpoint" in err
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_text_of_one_letter_has_no_dependence_and_says_which_granularity_is_too_short(tmp_path):
+    path = tmp_path / "same.txt"
+    path.write_text("a" * 20_000)
+    (corpus,) = profile([f"text:{path}"], granularities=["bytes"], longest=50).corpora
+    assert corpus.verdict.kind == "undetermined"
+    with pytest.raises(ValueError, match=r"same\.txt in words: the longest document has 1 tokens"):
+        profile([f"text:{path}"], granularities=["bytes", "words"], longest=50)

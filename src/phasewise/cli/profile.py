@@ -37,9 +37,11 @@ def profile(arguments: Sequence[str]) -> int:
         """Baseline: tokens shuffled within each document, or over the whole corpus."""
         checkpoint: Path | None = None
         """Folder of a model whose use of each distance to measure too."""
-        tokenizer: Annotated[str, tyro.conf.arg(help=f"Of the checkpoint. {TOKENIZERS}")] = "bytes"
-        context: int = 256
-        """Tokens the checkpoint is shown."""
+        tokenizer: Annotated[
+            str | None, tyro.conf.arg(help=f"Of the checkpoint; None: its own, or else bytes. {TOKENIZERS}")
+        ] = None
+        context: int | None = None
+        """Tokens the checkpoint is shown. None: 256."""
         seed: int = 0
         """Of shuffling, and of places replaced for the checkpoint."""
         as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
@@ -47,8 +49,12 @@ def profile(arguments: Sequence[str]) -> int:
 
     options = tyro.cli(Options, prog="phasewise profile", args=arguments, description=PROFILE)
     view = None
+    shown = {name: getattr(options, name) for name in ("tokenizer", "context")}
+    given = {name: value for name, value in shown.items() if value is not None}
     if options.checkpoint is not None:
-        view = ModelView(str(options.checkpoint), tokenizer=options.tokenizer, context=options.context)
+        view = ModelView(str(options.checkpoint), **given)
+    elif given:
+        raise ValueError(f"--{' and --'.join(given)} is of a checkpoint: give one with --checkpoint")
 
     def make(stop: Callable[[], bool]) -> Report:
         found = profile(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from phasewise.data import Corpus, load
+from phasewise.data import Corpus, load, tokenizer_of
 from phasewise.lens.capture import open_checkpoint
 from phasewise.lens.dependency import Blocks, Curve, Shuffle, dependency, log_spaced
 from phasewise.lens.dilation import Dilation, window_dilation
@@ -23,6 +23,7 @@ from phasewise.lens.shape import CLOSE_UP, PowerLaw, power_law, shape_difference
 from phasewise.lens.thresholds import SHAPES
 from phasewise.lens.verdict import Verdict, judge, together
 from phasewise.lens.width import Width, kernel, measure_width
+from phasewise.model.folder import inside
 from phasewise.model.reading import TransformerReader, require_count
 
 LONGEST = 16_384
@@ -112,12 +113,12 @@ class ModelView:
     """A model to profile corpora with.
 
     checkpoint: its folder, of this library or of transformers.
-    tokenizer: what `load` needs to give the tokens it was trained on.
+    tokenizer: what `load` needs to give the tokens it was trained on; None: the checkpoint's own, or bytes.
     context: tokens in a window. windows: how many.
     """
 
     checkpoint: str
-    tokenizer: str = "bytes"
+    tokenizer: str | None = None
     context: int = 256
     windows: int = 64
 
@@ -211,7 +212,9 @@ class _Sitting:
                 require_granularity(self.corpus, granularity)
             if opened is None:
                 return
-            view, corpus = opened.view, load(self.name, tokenizer=opened.view.tokenizer)
+            view = opened.view
+            tokenizer = view.tokenizer or tokenizer_of(inside(view.checkpoint), self.name)
+            corpus = load(self.name, tokenizer=tokenizer)
             if corpus.vocab_size > opened.vocab_size:
                 raise ValueError(
                     f"{view.checkpoint} knows {opened.vocab_size} tokens, but {corpus.name} has "
@@ -229,15 +232,18 @@ class _Sitting:
                 if self.longest is None:
                     self.longest = _longest(cut)
                 asked = spread(max(1, int(self.longest / cut.span)))
-                curve = dependency(
-                    cut.classes,
-                    cut.lengths,
-                    distances=asked,
-                    shuffle=self.shuffle,
-                    seed=self.seed,
-                    on_distance=advance,
-                    stop=self.stop,
-                )
+                try:
+                    curve = dependency(
+                        cut.classes,
+                        cut.lengths,
+                        distances=asked,
+                        shuffle=self.shuffle,
+                        seed=self.seed,
+                        on_distance=advance,
+                        stop=self.stop,
+                    )
+                except ValueError as error:
+                    raise ValueError(f"{self.name} in {granularity}: {error}") from error
                 self.cut = len(curve.distances) < len(asked)
                 found = read(curve, complete=not self.cut, seconds=perf_counter() - started)
                 self.measured.append((cut, curve, found))

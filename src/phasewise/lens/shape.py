@@ -105,7 +105,7 @@ def unevenness(curve: Curve) -> float | None:
         return None
     at = slice(ends[-1] - CLOSE_UP, ends[-1])
     size, error = curve.value[at].mean(), curve.error[at].mean()
-    if size < NEIGHBOURS * error:
+    if size <= NEIGHBOURS * error:
         return None
     x = np.log(curve.distances[at])
     design = np.stack([np.ones_like(x), x], axis=1)
