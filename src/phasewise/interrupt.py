@@ -4,7 +4,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from types import FrameType
+
+SAME_WISH = 1.0
+"""Seconds within which a signal says what the one before it said: a launcher passes on what its group got already."""
 
 
 class Interrupted(Exception):
@@ -17,22 +21,41 @@ class Terminated(Interrupted):
 
 @contextmanager
 def interruptible(number: signal.Signals = signal.SIGINT) -> Iterator[Callable[[], bool]]:
-    """Give a function that says whether Ctrl-C was pressed (or the signal came); a second one acts at once.
+    """Give a function that says whether Ctrl-C was pressed (or the signal came); a later second one acts at once.
 
     Outside the main thread, where no signal arrives, the function always says no.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    pressed = threading.Event()
+    pressed, first = threading.Event(), 0.0
     before = signal.getsignal(number)
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        pressed.set()
-        signal.signal(number, before)
+        nonlocal first
+        if not pressed.is_set():
+            first = monotonic()
+            pressed.set()
+        elif monotonic() - first > SAME_WISH:
+            signal.signal(number, before)
+            signal.raise_signal(number)
 
     signal.signal(number, note)
     try:
         yield pressed.is_set
     finally:
         signal.signal(number, before)
+
+
+@contextmanager
+def stoppable(agreed: Callable[[bool], bool] = bool) -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether Ctrl-C was pressed or SIGTERM came.
+
+    Interrupted, raised within the block, leaves it as Terminated if that was for SIGTERM. agreed: makes one
+    answer of those of several processes, which all ask.
+    """
+    with interruptible() as pressed, interruptible(signal.SIGTERM) as told:
+        try:
+            yield lambda: pressed() or told()
+        except Interrupted as error:
+            raise (Terminated if agreed(told()) else Interrupted)(str(error)) from error

@@ -54,7 +54,7 @@ def values(comparison: Comparison) -> dict:
 def stop_after(monkeypatch, count):
     """Press Ctrl-C, so to speak, when it is asked for the `count`-th time."""
     asked = iter(range(1, 100_000))
-    monkeypatch.setattr(module, "interruptible", lambda: nullcontext(lambda: next(asked) >= count))
+    monkeypatch.setattr(module, "stoppable", lambda: nullcontext(lambda: next(asked) >= count))
 
 
 def test_every_encoding_and_scaling_is_measured_from_the_trained_length_to_eight_times_it(whole):

@@ -1,9 +1,9 @@
 """Extending a checkpoint: what changes, what stays, what is refused, and that stopping loses nothing."""
 
 import json
-import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -127,17 +127,7 @@ def test_a_stopped_extension_ends_as_an_unstopped_one(checkpoint, tmp_path, monk
             Impatient.asked += 1
             return Impatient.asked % 4 == 0
 
-    class Pressed:
-        def __init__(self, number=signal.SIGINT):
-            self.number = number
-
-        def __enter__(self):
-            return Impatient() if self.number == signal.SIGINT else lambda: False
-
-        def __exit__(self, *_):
-            pass
-
-    monkeypatch.setattr(module, "interruptible", Pressed)
+    monkeypatch.setattr(module, "stoppable", lambda _agreed: nullcontext(Impatient()))
     stops, resume = 0, False
     while True:
         try:

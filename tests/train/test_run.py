@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from phasewise.cli import main
-from phasewise.interrupt import interruptible
 from phasewise.model.folder import load
 from phasewise.train import trackers
 from phasewise.train.checkpoint import saved
@@ -278,9 +278,21 @@ def test_full_disk_is_one_line_with_the_way_on_and_exit_code_1(capsys, tmp_path,
     assert train(capsys, "--out", tmp_path / "run", "--resume")[0] == 0
 
 
-def test_signal_other_than_ctrl_c_can_be_asked_for():
-    with interruptible(signal.SIGTERM) as told:
-        assert not told()
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.01)
-        assert told()
+def test_disk_that_is_full_at_the_start_leaves_no_run(capsys, tmp_path, monkeypatch):
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", no_space)
+        code, _, err = train(capsys, "--out", tmp_path / "run", *OPTIONS)
+    assert code == 2
+    assert "cannot be written (No space left on device): choose another --out" in err
+    assert train(capsys, "--out", tmp_path / "run", *OPTIONS)[0] == 0
+
+
+def test_validation_that_cannot_be_measured_is_refused_before_anything_is_written(capsys, tmp_path):
+    options = [*MODEL, *BUDGET, "--evaluate-every", "3", "--evaluate-tokens", "3"]
+    code, _, err = train(capsys, "--out", tmp_path / "run", *options)
+    assert code == 2
+    assert "the longest one in the validation split of austen (within any limit_tokens) has 4" in err
+    assert not (tmp_path / "run").exists()

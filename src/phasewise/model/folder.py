@@ -30,7 +30,8 @@ def save(model: Transformer, folder: str | Path) -> None:
     """Write the model to `folder`, making it; what is there afterwards is a whole model, old or new.
 
     A folder that holds a model of the same config gets the new weights. Raises ValueError when it holds
-    a model of another config, which is left untouched, and without safetensors installed.
+    a model of another config, which is left untouched, and without safetensors installed; OSError when it
+    cannot be written, as on a full disk.
     """
     safetensors = require_safetensors()
     folder = Path(folder)
@@ -38,7 +39,10 @@ def save(model: Transformer, folder: str | Path) -> None:
     if (folder / CONFIG).exists() and _read_config(folder) != model.config:
         raise ValueError(f"{folder} holds a model with another {CONFIG}; give another folder, or remove it")
     with replacing(folder / WEIGHTS) as path:
-        safetensors.torch.save_file(model.state_dict(), path, metadata={"format": "pt"})
+        try:
+            safetensors.torch.save_file(model.state_dict(), path, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{folder / WEIGHTS}: {error}") from error
     # Last: weights without a config are no model yet.
     with replacing(folder / CONFIG) as path:
         path.write_text(text, encoding="utf-8")

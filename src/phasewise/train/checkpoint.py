@@ -71,10 +71,12 @@ def save(folder: Path, checkpoint: Checkpoint, *, processes: Processes = ALONE) 
     """
     earlier = saved(folder)
     partial = folder / "checkpoint.partial"
-    if processes.first:
+
+    def clear() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-    processes.gather(None)
+
+    processes.once(clear)
     try:
         writer = FileSystemWriter(partial, overwrite=True)
         with _quietly(partial):
@@ -90,18 +92,19 @@ def save(folder: Path, checkpoint: Checkpoint, *, processes: Processes = ALONE) 
         )
         text = facts.model_dump_json(indent=2).encode()
         path = folder / f"checkpoint-{checkpoint.step:08d}-{hashlib.sha256(text).hexdigest()[:12]}"
-        if processes.first:
+
+        def name() -> None:
             _write(partial / FACTS, text)
             # A step that is saved again has the content it had.
             shutil.rmtree(path, ignore_errors=True)
             os.replace(partial, path)
+            for old in earlier[:-1]:
+                shutil.rmtree(old)
+
+        processes.once(name)
     finally:
         if processes.first:
             shutil.rmtree(partial, ignore_errors=True)
-    if processes.first:
-        for old in earlier[:-1]:
-            shutil.rmtree(old)
-    processes.gather(None)
     return path
 
 

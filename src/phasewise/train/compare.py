@@ -17,7 +17,7 @@ from phasewise.device import usable
 from phasewise.encodings import PoPE, RoPEConfig
 from phasewise.evaluate import Measurement, measure
 from phasewise.frequencies import Geometric
-from phasewise.interrupt import Interrupted, interruptible
+from phasewise.interrupt import Interrupted, stoppable
 from phasewise.model import Transformer, rescaled
 from phasewise.model.folder import require_safetensors
 from phasewise.record import record, replacing
@@ -57,8 +57,8 @@ def compare(
     """Train and evaluate what the recipe says into the run folder `out`, telling `console` of the progress.
 
     The folder gets recipe.json at once, a folder for each training (metrics.jsonl, checkpoints, the model,
-    evaluation.json), and at the end figure.svg, figure.png and report.json. Ctrl-C raises Interrupted with
-    everything done so far on the disk; `resume` goes on from there and ends with the same numbers.
+    evaluation.json), and at the end figure.svg, figure.png and report.json. Ctrl-C raises Interrupted, SIGTERM
+    Terminated, with everything done so far on the disk; `resume` goes on from there and ends with the same numbers.
 
     Raises ValueError before anything is trained or written for a folder that holds something else or that
     another process works on, a recipe or corpus other than the one resumed, lengths beyond the corpus, and
@@ -118,7 +118,7 @@ def _finish(prepared: _Prepared, out: Path, *, figure: bool, console: Console | 
     recipe, corpus = prepared.recipe, prepared.corpus
     rows: list[Row] = []
     progress = _progress(console or Console(quiet=True))
-    with writing(out), cpu_threads(recipe.threads), interruptible() as stop, progress:
+    with writing(out), cpu_threads(recipe.threads), stoppable() as stop, progress:
         sitting = _Sitting(recipe, corpus, prepared.plan, prepared.device, stop, progress)
         for (encoding, seed), training in prepared.trainings.items():
             try:

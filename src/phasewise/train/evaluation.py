@@ -1,7 +1,6 @@
 """Several checkpoints measured on the same corpora, passkeys and tasks, into a run folder that resumes."""
 
 import math
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from phasewise.data import Batch, Corpus, Windows
 from phasewise.device import usable
 from phasewise.evaluate import Measurement, Retrieval, TaskScore, measure, retrieve
-from phasewise.interrupt import Interrupted, interruptible
+from phasewise.interrupt import Interrupted, stoppable
 from phasewise.record import record, replacing
 from phasewise.train.evaluation_plan import Plan, Subject
 from phasewise.train.evaluation_recipe import Begun, EvaluateRecipe, read_begun
@@ -28,7 +27,7 @@ from phasewise.train.evaluation_report import (
     draw,
     draw_needles,
 )
-from phasewise.train.folder import REPORT, Unwritten, begin, held, read, require_free
+from phasewise.train.folder import REPORT, begin, held, read, require_free, require_same, writing
 from phasewise.train.report import CorpusFacts, require_matplotlib
 
 PARTS = "parts"
@@ -62,11 +61,7 @@ def evaluate(
         with begin(out, Begun(recipe=recipe, corpora=plan.hashes)):
             return _finish(plan, out, figure=figure, console=console)
     begun = read_begun(out)
-    changed = [name for name, value in begun.recipe if value != getattr(recipe, name)]
-    if changed:
-        raise ValueError(
-            f"{out} was begun with another {changed[0]}: resume it as begun, or choose another folder"
-        )
+    require_same(out, begun.recipe, recipe)
     if (out / REPORT).exists():
         remedy = "delete it to have it made again from the parts"
         return read(out / REPORT, TypeAdapter(Report), "a report of evaluate", remedy).values
@@ -83,10 +78,10 @@ def evaluate(
 def _finish(plan: Plan, out: Path, *, figure: bool, console: Console | None) -> Evaluation:
     """Measure what is left to measure in a run folder that this process holds."""
     progress = _progress(console or Console(quiet=True))
-    try:
+    with writing(out):
         (out / PARTS).mkdir(exist_ok=True)
-        with interruptible() as pressed, interruptible(signal.SIGTERM) as told, progress:
-            sitting = _Sitting(plan, out / PARTS, lambda: pressed() or told(), progress)
+        with stoppable() as stop, progress:
+            sitting = _Sitting(plan, out / PARTS, stop, progress)
             rows = tuple(sitting.evaluated(number) for number in range(len(plan.subjects)))
         evaluation = Evaluation(split=plan.recipe.split, seconds=math.fsum(sitting.seconds), rows=rows)
         if figure:
@@ -102,8 +97,6 @@ def _finish(plan: Plan, out: Path, *, figure: bool, console: Console | None) -> 
             values=evaluation.model_dump(mode="json"),
             device=plan.device,
         )
-    except OSError as error:
-        raise Unwritten(f"{out} cannot be written to ({error})") from error
     return evaluation
 
 

@@ -1,6 +1,5 @@
 """Continuing a checkpoint at longer lengths: its rates changed, trained on, measured before and after."""
 
-import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.encodings.spectral import Spectral
 from phasewise.evaluate import Measurement, measure
 from phasewise.frequencies import AnyFrequencies, LongRoPE
-from phasewise.interrupt import Interrupted, Terminated, interruptible
+from phasewise.interrupt import Interrupted, stoppable
 from phasewise.model import ModelConfig, Transformer, rescaled
 from phasewise.model import folder as on_disk
 from phasewise.model.history import Stage, read_history, write_history
@@ -183,18 +182,11 @@ class _Work:
         shown = console if console is not None and self.processes.first else Console(quiet=True)
         progress = Progress(*columns, console=shown, transient=True)
         with ExitStack() as stack:
-            pressed = stack.enter_context(interruptible())
-            told = stack.enter_context(interruptible(signal.SIGTERM))
+            stop = stack.enter_context(stoppable(self.processes.any))
             for context in (writing(self.out), cpu_threads(self.recipe.threads), progress):
                 stack.enter_context(context)
             bar = progress.add_task("extend", total=sum(self.recipe.steps) or None, note="")
-            sitting = _Sitting(self, lambda: pressed() or told(), progress, bar)
-            try:
-                extension = self._extended(sitting)
-            except Interrupted as error:
-                raise (Terminated if any(self.processes.gather(told())) else Interrupted)(
-                    str(error)
-                ) from error
+            extension = self._extended(_Sitting(self, stop, progress, bar))
             self.processes.once(lambda: self._report(extension, figure=figure))
         return extension
 

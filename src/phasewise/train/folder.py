@@ -8,7 +8,6 @@ from typing import IO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from phasewise.model.folder import require_safetensors
 from phasewise.train.recipe import CompareRecipe
 
 Value = TypeVar("Value")
@@ -79,7 +78,11 @@ def begin(out: Path, begun: BaseModel) -> Iterator[None]:
     with file:
         with _writable(out):
             _lock(file, out)
-            (out / RECIPE).write_text(begun.model_dump_json(indent=2) + "\n")
+            try:
+                (out / RECIPE).write_text(begun.model_dump_json(indent=2) + "\n")
+            except OSError:
+                (out / RECIPE).unlink()
+                raise
         yield
 
 
@@ -99,7 +102,7 @@ def writing(out: Path) -> Iterator[None]:
     """What the disk refuses within the block comes out as Unwritten."""
     try:
         yield
-    except (OSError, require_safetensors().SafetensorError) as error:
+    except OSError as error:
         raise Unwritten(f"{out} cannot be written to ({error})") from error
 
 

@@ -14,7 +14,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-from phasewise.data import Corpus, windows
+from phasewise.data import Corpus, Windows, windows
 from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
 from phasewise.train.checkpoint import Checkpoint, load, require_same_run, save, saved
@@ -106,6 +106,17 @@ def sitting(
             cut(path, done)
         metrics = stack.enter_context((path if processes.first else Path(os.devnull)).open("a", buffering=1))
         yield Sitting(trainer, corpus, folder, metrics, losses, done, seconds, on_step, on_record, stop)
+
+
+def validation(corpus: Corpus, recipe: TrainRecipe) -> Windows:
+    """The windows that a training measures its validation loss on; ValueError when the corpus has none."""
+    return windows(
+        corpus,
+        "validation",
+        length=recipe.context,
+        limit_tokens=recipe.evaluate_tokens,
+        batch_size=max(1, VALIDATION_TOKENS // recipe.context),
+    )
 
 
 @contextmanager
@@ -202,16 +213,7 @@ class Sitting:
 
     def _validate(self) -> float:
         started = perf_counter()
-        recipe = self.trainer.recipe
-        loss = self.trainer.measure(
-            windows(
-                self.corpus,
-                "validation",
-                length=recipe.context,
-                limit_tokens=recipe.evaluate_tokens,
-                batch_size=max(1, VALIDATION_TOKENS // recipe.context),
-            )
-        ).loss
+        loss = self.trainer.measure(validation(self.corpus, self.trainer.recipe)).loss
         self.elsewhere += perf_counter() - started
         return loss
 

@@ -57,6 +57,10 @@ class Processes:
             dist.all_gather_object(found, value)
         return found
 
+    def any(self, value: bool) -> bool:
+        """Whether it is so in one of the processes."""
+        return any(self.gather(value))
+
     def once(self, action: Callable[[], object]) -> None:
         """Have the first process do something; its ValueError, OSError or Interrupted is raised in all."""
         problem = None

@@ -1,6 +1,5 @@
 """One training as a run folder: begun, watched, stopped, resumed, and its model kept."""
 
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from phasewise.data import Corpus, batch, load
-from phasewise.interrupt import Interrupted, Terminated, interruptible
+from phasewise.interrupt import stoppable
 from phasewise.model import Transformer
 from phasewise.model.folder import require_safetensors
 from phasewise.record import record
@@ -28,7 +27,7 @@ from phasewise.train.folder import (
     writing,
 )
 from phasewise.train.kept import keep
-from phasewise.train.loop import Record, train
+from phasewise.train.loop import Record, train, validation
 from phasewise.train.processes import Processes
 from phasewise.train.recipe import PLACEMENT, RunRecipe, TrainRecipe
 from phasewise.train.speed import utilisation
@@ -154,19 +153,8 @@ def run(
         stack.enter_context(writing(out))
         watch = _Watch(training, out, processes, trackers if processes.first else (), console)
         stack.enter_context(watch.shown())
-        pressed = stack.enter_context(interruptible())
-        told = stack.enter_context(interruptible(signal.SIGTERM))
-        try:
-            trained = train(
-                training,
-                corpus,
-                out,
-                device=processes,
-                on_record=watch.note,
-                stop=lambda: pressed() or told(),
-            )
-        except Interrupted as error:
-            raise (Terminated if any(processes.gather(told())) else Interrupted)(str(error)) from error
+        stop = stack.enter_context(stoppable(processes.any))
+        trained = train(training, corpus, out, device=processes, on_record=watch.note, stop=stop)
         return _finish(trained.model, trained.loss, trained.seconds, watch, corpus)
 
 
@@ -176,9 +164,9 @@ def _prepare(recipe: RunRecipe, corpus: Corpus, processes: Processes) -> TrainRe
     training.divide(processes.size)
     with torch.device("meta"):
         Transformer(training.model)
-    splits = ["train", *(["validation"] if recipe.evaluate_every else [])]
-    for split in splits:
-        batch(corpus, split, step=0, context=recipe.context, batch_size=1, seed=0, packed=recipe.packed)
+    batch(corpus, "train", step=0, context=recipe.context, batch_size=1, seed=0, packed=recipe.packed)
+    if recipe.evaluate_every:
+        validation(corpus, training)
     return training
 
 
@@ -261,7 +249,8 @@ def _finish(model: Transformer, loss: float, seconds: float, watch: _Watch, corp
         mfu=watch.mfu(speed),
         processes=processes.size,
     )
-    if processes.first:
+
+    def write() -> None:
         keep(model, out / MODEL, recipe, corpus)
         # Last: a folder with a report is a finished run.
         record(
@@ -270,5 +259,6 @@ def _finish(model: Transformer, loss: float, seconds: float, watch: _Watch, corp
             values=result.model_dump(mode="json"),
             device=processes.device,
         )
-    processes.gather(None)
+
+    processes.once(write)
     return result
