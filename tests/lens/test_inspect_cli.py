@@ -209,6 +209,17 @@ def test_a_training_stands_for_the_model_in_it_by_its_own_name(capsys, tmp_path)
         assert "<h1>Frequencies of mine</h1>" in (out / "report.html").read_text()
 
 
+def test_a_narrow_terminal_cuts_no_number(capsys, monkeypatch, tmp_path):
+    model = save(tmp_path / "model")
+    _, wide, _ = run(capsys, model, *QUICK)
+    monkeypatch.setenv("COLUMNS", "30")
+    _, narrow, _ = run(capsys, model, *QUICK)
+    assert "…" not in narrow
+    assert [line for line in narrow.splitlines() if "│" in line] == [
+        line for line in wide.splitlines() if "│" in line
+    ]
+
+
 FULL_DISK = """
 import resource, sys
 from phasewise.cli import main

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phasewise.cli.terminal import FAILED, INTERRUPTED, Left, one_line, written
+from phasewise.cli.terminal import FAILED, INTERRUPTED, Left, one_line, print_whole, written
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ def deliver(options: Any, make: Callable[[Callable[[], bool]], Report]) -> Repor
     What cannot be written is printed all the same.
     """
     from rich.console import Console
+    from rich.table import Table
 
     from phasewise.interrupt import Interrupted, interruptible
     from phasewise.lens.report import check_folder, json_text, write_report
@@ -61,7 +62,10 @@ def deliver(options: Any, make: Callable[[Callable[[], bool]], Report]) -> Repor
         print(json_text(**about), end="")
     else:
         for part in report.shown:
-            Console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+            if isinstance(part, Table):
+                print_whole(part)
+            else:
+                Console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     if unwritten is not None:
         raise Left(unwritten, FAILED)
     if out is not None and not options.as_json:
