@@ -57,6 +57,7 @@ tables: $(ready) ## the figures and tables of README.md and docs from results/
 	$(run) -m experiments.readme_figure results/demo/report.json
 	$(run) -m experiments.attention_figure results/attention/h200.json
 	$(run) -m experiments.extend_demo
+	cp results/evaluate/demo/figure.svg docs/figures/evaluate_demo.svg
 	$(run) -m experiments.training_table results/training/h200.json results/training/h200-8192.json
 
 docs: $(ready_docs) ## the documentation, strictly, into site/

@@ -74,7 +74,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
         panels[0].set_yticks(range(len(names)), names)
         panels[0].invert_yaxis()
-        panels[-1].legend(frameon=False, loc="lower right")
+        handles, labels = panels[-1].get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(lengths))
         figure.savefig(path, metadata={"Date": None})
 
 

@@ -1,8 +1,15 @@
 """The table of docs/attention.md says what the record says."""
 
+import json
+from pathlib import Path
+
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from experiments.attention_figure import draw, table
+
+ROOT = Path(__file__).parents[2]
 
 
 def record(**ratios):
@@ -27,3 +34,17 @@ def test_figure_needs_the_baseline(tmp_path):
         draw(record(), tmp_path / "cost.svg")
     draw(record(**{"both_to_flash-attn-4": 1.5}), tmp_path / "cost.svg")
     assert "pope flash" in (tmp_path / "cost.svg").read_text()
+
+
+def test_the_legend_lies_on_no_bar(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    document = json.loads((ROOT / "results" / "attention" / "h200.json").read_text())
+    draw(document, tmp_path / "figure.svg")
+    (figure,) = drawn
+    FigureCanvasAgg(figure).draw()
+    legends = [*figure.legends, *(found for axes in figure.axes if (found := axes.get_legend()))]
+    bars = [bar.get_window_extent() for axes in figure.axes for bar in axes.patches]
+    assert legends
+    assert bars
+    assert not any(legend.get_window_extent().overlaps(bar) for legend in legends for bar in bars)

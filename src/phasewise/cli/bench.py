@@ -12,7 +12,10 @@ def bench(arguments: Sequence[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
         print(
-            "usage: phasewise bench attention|cpu [OPTIONS]\n\nphasewise bench attention --help lists its options."
+            "usage: phasewise bench attention|cpu [OPTIONS]\n\n"
+            "  attention  every implementation of attention on this GPU, gate first\n"
+            "  cpu        time against RoPE, and memory of the reference, on this CPU\n\n"
+            "phasewise bench attention --help and phasewise bench cpu --help list their options."
         )
         return 0
     match name:
