@@ -335,6 +335,7 @@ def test_ctrl_c_while_the_report_is_drawn_leaves_it_whole(capsys, monkeypatch, t
 
 
 def test_second_ctrl_c_while_the_report_is_drawn_keeps_the_values(capsys, monkeypatch, tmp_path, words):
+    monkeypatch.setattr("phasewise.interrupt.SAME_WISH", 0.0)
     press_ctrl_c(monkeypatch, report, "draw", calls=[1, 2])
     out = tmp_path / "report"
     code, _, err = run(capsys, f"text:{words}", "--longest", 50, "--out", out)

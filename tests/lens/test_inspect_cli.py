@@ -123,6 +123,7 @@ def test_ctrl_c_while_the_report_is_drawn_keeps_the_values(
 
     draw = report.draw
     monkeypatch.setattr(report, "draw", pressed)
+    monkeypatch.setattr("phasewise.interrupt.SAME_WISH", 0.0)
     out = tmp_path / "report"
     code, _, err = run(capsys, save(tmp_path / "model"), *QUICK, "--out", out)
     assert code == expected
