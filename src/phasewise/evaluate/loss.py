@@ -89,7 +89,7 @@ def measure(
     answers: a row's scored tokens are one answer, of which also the exact match is given. The model reads the
     answer's own tokens before each next one, which finds the same exact answers as greedy decoding.
 
-    Raises ValueError when nothing is scored.
+    Raises ValueError when nothing is scored, and for a loss that is no finite number.
     """
     model.eval()
     total = torch.zeros(length, dtype=torch.float64)
@@ -115,6 +115,11 @@ def measure(
     if not count:
         raise ValueError(f"no token is scored at length {length}: choose a shorter length or more tokens")
     loss = total.sum().item() / count
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the model's loss at length {length} is {loss}: its weights or its dtype do not serve that length; "
+            "try float32, and `phasewise doctor` on the checkpoint"
+        )
     return Measurement(
         length=length,
         stride=stride,
