@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from phasewise.interrupt import Interrupted
 from phasewise.train import compare as module
 from phasewise.train import loop
-from phasewise.train.compare import compare
-from phasewise.train.folder import Unwritten, held, read_begun
+from phasewise.train.compare import compare, read_begun
+from phasewise.train.folder import Unwritten, held
 from phasewise.train.recipe import SCALINGS, CompareRecipe
 from phasewise.train.report import Comparison
 

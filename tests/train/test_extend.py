@@ -172,12 +172,21 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(checkpoint, t
     assert not (tmp_path / "out").exists()
 
 
-def test_a_rule_that_does_not_apply_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ("yarn", "rule 'yarn' changes rates, and the encoding has none; use --rule none"),
+        (
+            "longrope",
+            "rule 'longrope' searches from plain rates, and the checkpoint has none; use --rule none",
+        ),
+    ],
+)
+def test_a_rule_that_does_not_apply_is_refused_before_anything_is_written(tmp_path, rule, said):
     checkpoint = trained(tmp_path, "tapa")
-    with pytest.raises(
-        ValueError, match="rule 'yarn' changes rates, and the encoding has none; use --rule none"
-    ):
-        extend(asked(checkpoint), tmp_path / "out", figure=False)
+    with pytest.raises(ValueError, match=said):
+        extend(asked(checkpoint, rule=rule), tmp_path / "out", figure=False)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_grid_for_other_sizes_is_refused(checkpoint, tmp_path):

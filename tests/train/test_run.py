@@ -96,6 +96,35 @@ def test_recipe_file_with_an_unknown_field_is_told_which_there_are(capsys, tmp_p
     assert "has unknown fields learning_rat; there are accumulate, " in err
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "Invalid JSON: EOF"),
+        ("[1]", "Input should be an object"),
+        ('{"steps": -3}', "steps: Input should be greater than or equal to 1"),
+        ('{"warmup": 450}', "Value error, warmup 450 leaves nothing of steps 450"),
+    ],
+)
+def test_file_that_is_no_recipe_is_named(tmp_path, content, said):
+    path = tmp_path / "mine.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"{path} is not a recipe: {said}"):
+        read_recipe(str(path))
+
+
+def test_damaged_report_is_named_and_deleting_it_has_it_made_again(capsys, tmp_path):
+    out = tmp_path / "run"
+    train(capsys, "--out", out, *OPTIONS)
+    values = Report.model_validate_json((out / "report.json").read_bytes())
+    (out / "report.json").write_text("{}")
+    code, _, err = train(capsys, "--out", out, "--resume")
+    assert code == 2
+    assert "report.json is not a report of train: delete it to have it made again" in err
+    (out / "report.json").unlink()
+    assert train(capsys, "--out", out, "--resume")[0] == 0
+    assert Report.model_validate_json((out / "report.json").read_bytes()) == values
+
+
 def test_recipe_is_overridden_by_options_and_saved_whole(capsys, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"dropout": 0.1, "steps": 100, "encoding": {"kind": "tapa", "alpha": 0.2}}))

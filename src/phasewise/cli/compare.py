@@ -19,8 +19,7 @@ def compare(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.train.compare import compare
-    from phasewise.train.folder import read_begun
+    from phasewise.train.compare import compare, read_begun
     from phasewise.train.recipe import CompareRecipe
     from phasewise.train.report import table
 

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -24,11 +24,10 @@ from phasewise.record import record, replacing
 from phasewise.train.folder import (
     EVALUATION,
     REPORT,
-    Begun,
     begin,
+    begun_in,
     held,
     read,
-    read_begun,
     require_free,
     require_same,
     writing,
@@ -42,7 +41,22 @@ SPLIT = "test"
 BATCH_TOKENS = 4096
 FIGURES = ("figure.svg", "figure.png")
 
+
+class Begun(BaseModel):
+    """What a comparison was begun with: the content of recipe.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    recipe: CompareRecipe
+    corpus_sha256: str
+
+
 _ROWS = TypeAdapter(Annotated[list[Row], Field(min_length=1)])
+
+
+def read_begun(out: Path) -> Begun:
+    """What the comparison in `out` was begun with; ValueError when there is none, or one that cannot be read."""
+    return begun_in(out, Begun, "compare")
 
 
 def compare(

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from phasewise.data import CORPORA, TOKENIZERS
-from phasewise.train.folder import RECIPE, read
+from phasewise.train.folder import begun_in
 from phasewise.train.initial import Initial
 from phasewise.train.recipe import Seed
 from phasewise.train.rules import AnyWay, AsIs
@@ -104,7 +104,4 @@ def model_folder(checkpoint: str | Path) -> Path:
 
 def read_begun(out: Path) -> Begun:
     """What the extension in `out` was begun with; ValueError when there is none, or one that cannot be read."""
-    if not (out / RECIPE).exists():
-        raise ValueError(f"{out} holds no run to resume: leave out --resume to start one there")
-    remedy = f"choose another folder, or delete {out} to start again"
-    return read(out / RECIPE, TypeAdapter(Begun), "a recipe of extend", remedy)
+    return begun_in(out, Begun, "extend")

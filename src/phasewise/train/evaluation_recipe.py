@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from phasewise.data import CORPORA, TOKENIZERS
 from phasewise.device import floating
-from phasewise.train.folder import RECIPE, read
+from phasewise.train.folder import begun_in
 
 
 class EvaluateRecipe(BaseModel):
@@ -82,7 +82,4 @@ class Begun(BaseModel):
 
 def read_begun(out: Path) -> Begun:
     """What the evaluation in `out` was begun with; ValueError when there is none, or one that cannot be read."""
-    if not (out / RECIPE).exists():
-        raise ValueError(f"{out} holds no run to resume: leave out --resume to start one there")
-    remedy = f"choose another folder, or delete {out} to start again"
-    return read(out / RECIPE, TypeAdapter(Begun), "a recipe of evaluate", remedy)
+    return begun_in(out, Begun, "evaluate")

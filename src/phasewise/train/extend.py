@@ -125,6 +125,7 @@ def _prepare(recipe: ExtendRecipe, out: Path, processes: Processes) -> "_Work":
     )
     for length, steps in zip(recipe.length, recipe.steps, strict=True):
         if isinstance(recipe.rule, Search):
+            recipe.rule.start(present)
             _require_fits(corpus, "validation", length, recipe.rule.tokens, "tokens of the rule's search")
         else:
             work.turned(model, recipe.rule.at(present, length))

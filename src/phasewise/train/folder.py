@@ -6,33 +6,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
-
-from phasewise.train.recipe import CompareRecipe
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 Value = TypeVar("Value")
+Begun = TypeVar("Begun", bound=BaseModel)
 RECIPE, REPORT, EVALUATION = "recipe.json", "report.json", "evaluation.json"
-
-
-class Begun(BaseModel):
-    """What a run was begun with: the content of recipe.json."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    recipe: CompareRecipe
-    corpus_sha256: str
 
 
 class Unwritten(Exception):
     """A run stopped because something could not be written; everything before it is on the disk."""
 
 
-def read_begun(out: Path) -> Begun:
+def begun_in(out: Path, kind: type[Begun], command: str) -> Begun:
     """What the run in `out` was begun with; ValueError when there is none, or one that cannot be read."""
     if not (out / RECIPE).exists():
         raise ValueError(f"{out} holds no run to resume: leave out --resume to start one there")
     remedy = f"choose another folder, or delete {out} to start again"
-    return read(out / RECIPE, TypeAdapter(Begun), "a recipe of compare", remedy)
+    return read(out / RECIPE, TypeAdapter(kind), f"a recipe of {command}", remedy)
 
 
 def read(path: Path, kind: TypeAdapter[Value], name: str, remedy: str) -> Value:

@@ -164,6 +164,16 @@ class Search(BaseModel):
     children: Annotated[int, Field(ge=1, le=10_000)] = 8
     tokens: Annotated[int, Field(ge=1)] = 4096
 
+    def start(self, present: Present) -> Geometric:
+        """The rates that are searched from; ValueError for a checkpoint that has no plain ones."""
+        now = present.frequencies
+        if not isinstance(now, Geometric):
+            raise ValueError(
+                "rule 'longrope' searches from plain rates, and the checkpoint has "
+                f"{'none' if now is None else repr(now.kind)}; use --rule none to keep what it has"
+            )
+        return now
+
 
 def _from_text(value: Any) -> Any:
     """`from_text`, and the two short forms abf:BASE and grid:FILE."""

@@ -17,9 +17,9 @@ from phasewise.model import Transformer
 from phasewise.model.folder import require_safetensors
 from phasewise.record import record
 from phasewise.train.folder import (
-    RECIPE,
     REPORT,
     begin,
+    begun_in,
     held,
     read,
     require_free,
@@ -99,15 +99,14 @@ def read_recipe(name: str) -> RunRecipe:
         if unknown:
             fields = ", ".join(sorted(RunRecipe.model_fields))
             raise ValueError(f"{path} has unknown fields {', '.join(unknown)}; there are {fields}") from error
-        raise
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path} is not a recipe: {where}{': ' * bool(where)}{first['msg']}") from error
 
 
 def read_begun(out: Path) -> Begun:
     """What the run in `out` was begun with; ValueError when there is none, or one that cannot be read."""
-    if not (out / RECIPE).exists():
-        raise ValueError(f"{out} holds no run to resume: leave out --resume to start one there")
-    remedy = f"choose another folder, or delete {out} to start again"
-    return read(out / RECIPE, TypeAdapter(Begun), "a recipe of train", remedy)
+    return begun_in(out, Begun, "train")
 
 
 def run(
@@ -143,7 +142,7 @@ def run(
                     "choose another folder, or the data as it was"
                 )
             if (out / REPORT).exists():
-                remedy = f"delete {out} to train again"
+                remedy = "delete it to have it made again"
                 return read(out / REPORT, TypeAdapter(Report), "a report of train", remedy).values
             processes.once(lambda: stack.enter_context(held(out)))
         else:

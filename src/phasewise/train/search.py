@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from phasewise.frequencies import Geometric, LongRoPE
+from phasewise.frequencies import LongRoPE
 from phasewise.record import replacing
 from phasewise.train.folder import read
 from phasewise.train.rules import ByParts, Interpolate, Present, Search, StretchBase
@@ -48,12 +48,7 @@ def search(
     The first three are position interpolation, NTK and YaRN. `loss_of` measures one; `path` keeps what is
     measured. Raises ValueError for a checkpoint whose rates are not a plain series, and a damaged `path`.
     """
-    now = present.frequencies
-    if not isinstance(now, Geometric):
-        raise ValueError(
-            "rule 'longrope' searches from plain rates, and the checkpoint has "
-            f"{'none' if now is None else repr(now.kind)}; use --rule none to keep what it has"
-        )
+    now = way.start(present)
 
     def rule(divisors: tuple[float, ...]) -> LongRoPE:
         return LongRoPE(
@@ -84,8 +79,7 @@ def search(
 
 
 def _first(way: Search, present: Present, length: int, channels: int, seed: int) -> list[tuple[float, ...]]:
-    assert isinstance(present.frequencies, Geometric)
-    plain = present.frequencies.rates(channels).numpy()
+    plain = way.start(present).rates(channels).numpy()
     found = []
     for published in PUBLISHED:
         rule = published.at(present, length)
