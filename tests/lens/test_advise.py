@@ -190,6 +190,13 @@ def test_without_measuring_nothing_but_the_prediction_is_said(capsys, tmp_path, 
     assert "(predicted)" in said
 
 
+def test_the_folder_of_a_run_is_taken_for_its_model(capsys, tmp_path, text):
+    save(tmp_path / "run" / "model")
+    code, said, error = run(capsys, tmp_path / "run", "--data", text, *LENGTHS, *QUICK, "--no-measure")
+    assert code == 0, error
+    assert "(predicted)" in said
+
+
 def test_without_a_checkpoint_rates_to_pretrain_with_are_recommended(capsys, text):
     code, said, _ = run(capsys, "--data", text, "--length", "512", "--head-dim", "16")
     assert code == 0

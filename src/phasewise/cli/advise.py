@@ -85,10 +85,11 @@ def _extension(options: Any, stop: Callable[[], bool]) -> Report:
     from phasewise.lens.advise.advice import Wanted, advise
     from phasewise.lens.advise.measured import Trial
     from phasewise.lens.advise.show import figures, summary, table, words
+    from phasewise.model.folder import inside
 
     if options.head_dim is not None:
         raise ValueError("a checkpoint has its head_dim; leave --head-dim out")
-    tokenizer = options.tokenizer or tokenizer_of(options.checkpoint, options.data)
+    tokenizer = options.tokenizer or tokenizer_of(inside(options.checkpoint), options.data)
     trial = Trial(tokens=options.tokens, examples=options.examples, seed=options.seed)
     found = advise(
         options.checkpoint,

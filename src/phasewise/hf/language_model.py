@@ -107,7 +107,7 @@ def open_language_model(
     dtype: str | None = None,
     device: torch.device | str = "cpu",
 ) -> LanguageModel:
-    """The checkpoint in folder `path`: of this library, or a decoder of Hugging Face (safetensors, or a .gguf).
+    """The checkpoint in folder `path`: a run of this library or its model, or a Hugging Face decoder (or .gguf).
 
     rule: `served` with these rates instead of its own. dtype: float32 | bfloat16 | float16; None: as stored.
 
@@ -121,7 +121,7 @@ def open_language_model(
     >>> open_language_model("checkpoint", rule=Linear(base=1e4, factor=4.0)).frequencies
     Linear(kind='linear', base=10000.0, factor=4.0)
     """
-    folder = Path(path)
+    folder = own.inside(path)
     usable(device)
     precision = floating(dtype)
     if not folder.is_dir():
