@@ -8,7 +8,7 @@ from time import monotonic
 from types import FrameType
 
 SAME_WISH = 1.0
-"""Seconds within which a signal says what the one before it said: a launcher passes on what its group got already."""
+"""Seconds within which a second signal is the first one again, as where a terminal and a launcher both send it."""
 
 
 class Interrupted(Exception):

@@ -10,7 +10,7 @@ from phasewise.cli.terminal import early, fields, print_run, sitting
 COMPARE = """Train several encodings under one budget and evaluate each beyond the trained length.
 
 Writes a run folder: recipe.json, report.json, figure.svg, figure.png, and the metrics, checkpoints and
-evaluation of every training. Ctrl-C keeps what is done; --resume goes on."""
+evaluation of every training. Ctrl-C and SIGTERM keep what is done; --resume goes on."""
 
 
 def compare(arguments: Sequence[str]) -> int:
