@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import time
 from pathlib import Path
 
 import datasets
@@ -134,14 +135,16 @@ def test_shares_of_a_split_by_content_are_those_asked_for_and_seeds_differ() -> 
         (
             "a.jsonl",
             b'{"text": "x"}\n{"text": 5}\n',
-            r"a\.jsonl, line 2 has no text in 'text', only text; name",
+            r"a\.jsonl, line 2 holds int in 'text', not text; name the right one with --field",
         ),
         (
             "a.jsonl",
             b'{"body": "x"}\n',
-            "line 1 has no text in 'text', only body; name the field with --field",
+            "line 1 has no 'text', only body; name the field with --field",
         ),
-        ("a.jsonl", b'["x"]\n', "line 1 has no text in 'text', only list"),
+        ("a.jsonl", b'["x"]\n', "line 1 has no 'text', only list"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is not JSON .*; give one object a line"),
+        ("a.jsonl.zst", b"words", r"cannot read .*a\.jsonl\.zst: .*; give readable JSON lines"),
         ("a.jsonl", b"\n\nwords\n", "line 3 is not JSON .*; give one object a line"),
         ("a.jsonl", b"", "is empty; give data with text"),
         ("a.jsonl.gz", b"words", r"cannot read .*a\.jsonl\.gz: .*; give readable JSON lines"),
@@ -153,6 +156,69 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes,
     kind = "parquet" if name.endswith("parquet") else "jsonl"
     with pytest.raises(ValueError, match=message):
         load(f"{kind}:{tmp_path / name}")
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_zstandard_frames_are_unpacked_and_a_cut_one_is_named(tmp_path: Path, kind: str) -> None:
+    frames = []
+    for texts in (TEXTS[:30], TEXTS[30:]):
+        content = (
+            "".join(f"{text}<doc>" for text in texts)
+            if kind == "text"
+            else "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+            stream.write(content.encode())
+        frames.append(sink.getvalue().to_pybytes())
+    path = tmp_path / "all.zst"
+    path.write_bytes(b"".join(frames))
+    separator = "<doc>" if kind == "text" else None
+    assert [text for text in read(f"{kind}:{path}", separator=separator) if text] == TEXTS
+    path.write_bytes(b"".join(frames)[:-9])
+    with pytest.raises(ValueError, match=r"cannot read .*all\.zst: Truncated"):
+        read(f"{kind}:{path}", separator=separator)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_null_is_a_blank_document_and_left_out(tmp_path: Path, kind: str) -> None:
+    rows = [*TEXTS[:30], None, *TEXTS[30:]]
+    if kind == "jsonl":
+        (tmp_path / "a").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    else:
+        parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a")
+    index = tokenize(Origin(data=f"{kind}:{tmp_path / 'a'}", held_out=0.2), tmp_path / "out")
+    assert sum(part.documents for part in index.splits.values()) == len(TEXTS)
+
+
+def test_a_byte_order_mark_belongs_to_no_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone|\xef\xbb\xbftwo")
+    assert read(f"text:{tmp_path / 'a.txt'}", separator="|") == ["one", "\ufefftwo"]
+
+
+def test_a_document_of_many_blocks_takes_time_in_proportion_to_its_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 4_000_000)
+    monkeypatch.setattr(documents, "BLOCK", 1 << 9)
+    started = time.process_time()
+    assert len(read(f"text:{tmp_path / 'a.txt'}", separator="<doc>")) == 1
+    assert time.process_time() - started < 1
+
+
+def test_links_are_followed_but_not_in_circles_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "more").mkdir(parents=True)
+    for number in range(3):
+        (tmp_path / "disk" / "more" / f"{number}.txt").write_text(TEXTS[number])
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "linked").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "more" / "back").symlink_to(folder)
+    assert read(f"text:{folder}") == TEXTS[:3]
+    (folder / "x").symlink_to(folder / "y")
+    (folder / "y").symlink_to(folder / "x")
+    with pytest.raises(ValueError, match=r"in/[xy] is a link to nothing; mend or remove it"):
+        read(f"text:{folder}")
 
 
 def test_columns_of_parquet_that_hold_no_text_are_named(tmp_path: Path) -> None:

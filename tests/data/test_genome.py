@@ -174,3 +174,10 @@ def test_a_tokenizer_that_genomes_have_not_lists_theirs(path, tokenizer):
         ValueError, match=f"genomes have no tokenizer '{tokenizer}'; give bytes .* or kmers:K"
     ):
         load(f"genome:{path}", tokenizer=tokenizer)
+
+
+def test_a_range_beyond_the_end_of_its_record_is_named(tmp_path):
+    (tmp_path / "a.fa").write_bytes(b">one\n" + b"ACGT" * 30 + b"\n")
+    (tmp_path / "a.bed").write_text("one 0 60 train\none 60 80 validation\none 80 121 test\n")
+    with pytest.raises(ValueError, match=r"names one 80 to 121, but .*a\.fa has 120 letters of it"):
+        load(f"genome:{tmp_path}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phasewise.data import NOT_SCORED, batch, load, windows
 from phasewise.data.codec import text_codec
@@ -175,6 +177,25 @@ def test_examples_are_pure_functions_of_their_index_and_fit_their_rows() -> None
     assert not np.array_equal(split[0], first.split("test")[0])
     assert first.task is not None
     assert max(len(each) for each in split[:100]) <= first.task.row_length + 1
+
+
+def test_the_solution_is_found_with_a_tokenizer_whose_question_marks_stick_to_words(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    split = load("igsm:medium").split("train")
+    assert isinstance(split, Problems)
+    texts = [split.problem(index).text for index in range(40)]
+    tokenizer.train_from_iterator(
+        texts, trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False)
+    )
+    tokenizer.save(str(tmp_path / "words.json"))
+    corpus = load("igsm:medium", tokenizer=str(tmp_path / "words.json"))
+    assert corpus.task is not None
+    for example in corpus.split("train")[:20]:
+        answer = corpus.decode(example[-corpus.task.answer_of(example) :])
+        assert answer.startswith("Define each")
+        assert "?" not in answer
 
 
 @pytest.mark.parametrize(

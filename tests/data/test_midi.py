@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -182,9 +183,11 @@ def test_a_file_that_is_no_midi_is_named(folder: Path, content: bytes, message: 
 
 
 def test_music_that_cannot_be_says_why(folder: Path, tmp_path: Path) -> None:
-    write(folder / "train" / "drums.mid", [], drums=[36])
-    with pytest.raises(ValueError, match=r"drums\.mid has no notes but drums; leave it out"):
-        load(f"midi:{folder}")
+    for name, pitches, drums in (("drums", [], [36]), ("low", [5, 6], [])):
+        write(folder / "train" / f"{name}.mid", pitches, drums=drums)
+        with pytest.raises(ValueError, match=rf"{name}\.mid has no notes on a piano's keys; leave it out"):
+            load(f"midi:{folder}")
+        (folder / "train" / f"{name}.mid").unlink()
     (tmp_path / "words.txt").write_text("x")
     with pytest.raises(ValueError, match=r"holds no MIDI files; give a folder with \.mid or \.midi files"):
         load(f"midi:{tmp_path / 'words.txt'}")
@@ -194,3 +197,12 @@ def test_music_that_cannot_be_says_why(folder: Path, tmp_path: Path) -> None:
         load(f"asap:{tmp_path / 'words.txt'}")
     with pytest.raises(ValueError, match="music has one tokenizer, REMI, not 'bpe:300'; leave tokenizer out"):
         tokenize(Origin(data=f"midi:{folder}", tokenizer="bpe:300"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("missing", ["symusic", "miditok"])
+def test_a_missing_package_names_the_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=r"MIDI needs packages: pip install phasewise\[music\]"):
+        load(f"midi:{folder}")

@@ -6,18 +6,21 @@ import errno
 import json
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
-from phasewise.data import batch, load, tokenization, windows
+from phasewise.data import batch, documents, load, tokenization, windows
 from phasewise.data.documents import split_of
 from phasewise.data.kinds import Origin
 from phasewise.data.shards import verify
 from phasewise.data.tokenization import collect, tokenize
 from phasewise.interrupt import Interrupted
+from phasewise.record import replacing
 
 WORDS = ["It", "was", "a", "truth", "universally", "acknowledged,", "ÿ£", "that", "sets", "the", "phase."]
 DOCUMENTS = 90
@@ -61,15 +64,15 @@ def test_shards_hold_the_documents_of_the_source_in_order_each_in_the_split_of_i
     index = tokenize(origin, tmp_path / "out", shard_tokens=700)
     corpus = load(f"shards:{tmp_path / 'out'}")
     order = [prose(each) for part in range(3) for each in range(part, DOCUMENTS, 3)]
-    for split, documents in corpus.splits.items():
+    for split, members in corpus.splits.items():
         expected = [text for text in order if split_of(text.encode(), held_out=0.15, seed=0) == split]
-        assert [corpus.decode(document) for document in documents] == expected
-        assert [len(document) for document in documents] == documents.lengths.tolist()
+        assert [corpus.decode(document) for document in members] == expected
+        assert [len(document) for document in members] == members.lengths.tolist()
         assert corpus.bytes_per_token is not None
-        assert documents.lengths.sum() * corpus.bytes_per_token[split] == pytest.approx(
+        assert members.lengths.sum() * corpus.bytes_per_token[split] == pytest.approx(
             sum(len(text.encode()) for text in expected)
         )
-        assert documents[-1].dtype == np.uint16
+        assert members[-1].dtype == np.uint16
     assert len(index.splits["train"].shards) > 3
     assert corpus.encode is not None
     assert np.array_equal(corpus.encode(corpus.decode(corpus.split("test")[0])), corpus.split("test")[0])
@@ -99,7 +102,11 @@ def test_interrupted_work_goes_on_to_identical_shards(lines: Path, tmp_path: Pat
     while True:
         sittings += 1
         try:
-            tokenize(origin, tmp_path / "parts", shard_tokens=700, stop=stopping_after(1))
+            begun = tmp_path / "parts" / "progress.json"
+            learnt = 0 if tokenizer == "bytes" else DOCUMENTS
+            skipped = json.loads(begun.read_text())["documents"] if begun.exists() else learnt
+            stop = stopping_after(skipped + 1)
+            tokenize(origin, tmp_path / "parts", shard_tokens=700, stop=stop)
             break
         except Interrupted:
             assert not (tmp_path / "parts" / "index.json").exists()
@@ -229,17 +236,19 @@ def test_a_finished_folder_is_left_as_it_is_and_one_of_another_origin_is_refused
     with pytest.raises(ValueError, match=r"was begun with held_out 0.15; go on with that, or choose another"):
         tokenize(Origin(data=f"jsonl:{lines}"), made)
     with pytest.raises(ValueError, match="holds other files; choose a new folder"):
-        tokenize(Origin(data=f"jsonl:{lines}", held_out=0.15), lines)
+        tokenize(Origin(data=f"jsonl:{lines}", held_out=0.15), lines.parent)
 
 
 def test_memory_is_refused_to_a_large_source_with_the_way_to_shards(
     lines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenization, "LARGEST_IN_MEMORY", 5000)
-    with pytest.raises(
-        ValueError, match=r"run phasewise tokenize jsonl:.* --out FOLDER once and give shards:"
-    ):
-        load(f"jsonl:{lines}")
+    monkeypatch.setattr(documents, "LARGEST_IN_MEMORY", 5000)
+    (lines.parent / "a.fa").write_text(">one\n" + "ACGT" * 2000)
+    for name in (f"jsonl:{lines}", f"text:{lines}", f"genome:{lines.parent / 'a.fa'}"):
+        with pytest.raises(
+            ValueError, match=rf"run phasewise tokenize {name} --out FOLDER once and give shards:"
+        ):
+            load(name)
 
 
 def test_the_hash_of_a_corpus_in_shards_sees_its_tokens(lines: Path, tmp_path: Path) -> None:
@@ -279,3 +288,81 @@ def test_a_second_process_is_kept_out_of_a_folder_in_use(lines: Path, tmp_path: 
     tokenize(origin, tmp_path / "out", stop=second)
     assert refused
     assert load(f"shards:{tmp_path / 'out'}")
+
+
+@pytest.mark.parametrize("name", ["progress.json", "tokenizer.json", "index.json"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_full_disk_or_a_kill_at_any_document_of_the_folder_leaves_it_fit_to_go_on(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, when: str
+) -> None:
+    origin = Origin(data=f"jsonl:{lines}", tokenizer="bpe:270", held_out=0.15)
+    tokenize(origin, tmp_path / "whole", shard_tokens=700)
+
+    @contextmanager
+    def failing(path: Path) -> Iterator[Path]:
+        if path.name != name or when == "after":
+            with replacing(path) as unfinished:
+                yield unfinished
+        if path.name == name:
+            path.with_name(f".{name}.1").write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenization, "replacing", failing)
+        with pytest.raises((OSError, RuntimeError)):
+            tokenize(origin, tmp_path / "parts", shard_tokens=700)
+    tokenize(origin, tmp_path / "parts", shard_tokens=700)
+    assert contents(tmp_path / "whole").items() <= contents(tmp_path / "parts").items()
+
+
+def test_the_user_s_wish_to_stop_is_heard_while_a_tokenizer_learns_while_skipping_and_while_checking(
+    lines: Path, tmp_path: Path
+) -> None:
+    origin = Origin(data=f"jsonl:{lines}", tokenizer="bpe:300", held_out=0.15)
+    with pytest.raises(Interrupted, match="document 0, while the tokenizer was learning"):
+        tokenize(origin, tmp_path / "out", stop=stopping_after(40))
+    with pytest.raises(Interrupted, match=r"document \d\d$"):
+        tokenize(origin, tmp_path / "out", stop=stopping_after(DOCUMENTS + 2))
+    with pytest.raises(Interrupted, match=r"document \d\d$"):
+        tokenize(origin, tmp_path / "out", stop=stopping_after(3))
+    tokenize(origin, tmp_path / "out")
+    with pytest.raises(Interrupted, match="document 0, as checking starts anew"):
+        tokenize(origin, tmp_path / "out", stop=stopping_after(3))
+
+
+def test_a_folder_inside_its_own_source_is_refused(lines: Path) -> None:
+    with pytest.raises(ValueError, match=r"lies inside .*lines, which would hold its own shards; choose one"):
+        tokenize(Origin(data=f"jsonl:{lines}", held_out=0.15), lines / "out")
+
+
+def test_a_missing_shard_or_tokenizer_is_named_whoever_looks(made: Path, lines: Path, tmp_path: Path) -> None:
+    (made / "train-00001.bin").unlink()
+    with pytest.raises(ValueError, match=r"train-00001\.bin is missing: restore"):
+        verify(made)
+    origin = Origin(data=f"jsonl:{lines}", held_out=0.15)
+    with pytest.raises(Interrupted):
+        tokenize(origin, tmp_path / "begun", stop=stopping_after(1))
+    (tmp_path / "begun" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer\.json is missing: restore"):
+        tokenize(origin, tmp_path / "begun")
+
+
+def test_a_tokenizer_without_a_token_for_a_text_is_named(lines: Path, tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"one": 0})).save(str(tmp_path / "words.json"))
+    origin = Origin(data=f"jsonl:{lines}", tokenizer=str(tmp_path / "words.json"))
+    with pytest.raises(
+        ValueError, match=r"words\.json cannot write every text .*; give a tokenizer that can"
+    ):
+        tokenize(origin, tmp_path / "out")
+
+
+def test_a_shard_without_tokens_can_be_read(tmp_path: Path) -> None:
+    for name, text in (("train/a", "ab"), ("train/b", "zz"), ("test/c", "ab")):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(text)
+    Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).save(str(tmp_path / "bpe.json"))
+    origin = Origin(data=f"text:{tmp_path / 'in'}", tokenizer=str(tmp_path / "bpe.json"))
+    index = tokenize(origin, tmp_path / "out", shard_tokens=1)
+    assert [shard.tokens for shard in index.splits["train"].shards] == [1, 0]
+    corpus = load(f"shards:{tmp_path / 'out'}")
+    assert [document.tolist() for document in corpus.split("train")] == [[2], []]

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from phasewise.cli.terminal import BAD_INPUT, INTERRUPTED, fields, leave, print_whole
 
-TOKENIZE = """Tokenise text into a folder of shards that training maps into memory: --data shards:FOLDER.
+TOKENIZE = """Tokenise text, genomes or MIDI into a folder of memory-mapped shards: --data shards:FOLDER.
 
 Splits are those of folders or files named train, validation and test, or else by a hash of each document.
 Ctrl-C keeps what is done; the same command goes on. On a finished folder it verifies source and shards."""
 
 
 def tokenize(arguments: Sequence[str]) -> int:
-    """Tokenise text, however large, into shards on the disk."""
+    """Tokenise text, genomes or MIDI, however large, into shards on the disk."""
     from time import perf_counter
 
     import tyro

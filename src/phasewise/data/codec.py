@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, files
 from itertools import islice
@@ -125,7 +126,12 @@ def _of(name: str, tokenizer: tokenizers.Tokenizer) -> Codec:
         found: list[list[np.ndarray]] = [[] for _ in documents]
         pieces = ((place, piece) for place, text in enumerate(documents) for piece in cut(_characters(text)))
         while some := list(islice(pieces, PIECES_AT_ONCE)):
-            encoded = tokenizer.encode_batch_fast([piece for _, piece in some], add_special_tokens=False)
+            try:
+                encoded = tokenizer.encode_batch_fast([piece for _, piece in some], add_special_tokens=False)
+            except Exception as error:  # tokenizers raises bare Exception
+                raise ValueError(
+                    f"{name} cannot write every text ({error}); give a tokenizer that can, as byte-level ones"
+                ) from error
             for (place, _), each in zip(some, encoded, strict=True):
                 found[place].append(np.array(each.ids, dtype=np.int32))
         return [np.concatenate(parts) if parts else np.zeros(0, np.int32) for parts in found]
@@ -196,9 +202,10 @@ def _trained(training: Callable[[], Iterable[bytes]], size: str) -> tokenizers.T
     trainer = trainers.BpeTrainer(
         vocab_size=int(size), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(
-        (piece for document in training() for piece in _pieces(_characters(document))), trainer
-    )
+    pieces = (piece for document in training() for piece in _pieces(_characters(document)))
+    # The library reads outside the interpreter's lock: Ctrl-C is heard because this thread only waits.
+    with ThreadPoolExecutor(1) as learning:
+        learning.submit(tokenizer.train_from_iterator, pieces, trainer).result()
     return tokenizer
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import re
@@ -15,12 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import datasets
 
-OPENERS = {".xz": lzma.open, ".gz": gzip.open}
+UTF8_SIGNATURE = b"\xef\xbb\xbf"
+LARGEST_IN_MEMORY = 1 << 28
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
 BLOCK = 1 << 20
 ROWS = 256
@@ -87,7 +89,7 @@ def split_of(content: bytes, *, held_out: float, seed: int) -> str:
 def text_source(name: str, *, separator: str | None = None, field: str = "text") -> Source:
     """The documents of text:PATH, jsonl:PATH, parquet:PATH or datasets:NAME.
 
-    PATH is a file or a folder, of which hidden files are left out; .xz and .gz are unpacked. Splits are the
+    PATH is a file or a folder, of which hidden files are left out; .xz, .gz and .zst are unpacked. Splits are the
     source's own where names state them (train, validation or valid, val, dev, and test, as folders or as the
     starts of names at the top of PATH, or as a data set's splits); a source that names only train has none.
     NAME may end in ":CONFIG", and may be a local folder that the datasets library reads.
@@ -116,12 +118,15 @@ def text_source(name: str, *, separator: str | None = None, field: str = "text")
 
 
 def members_of(path: Path, kind: str) -> list[Path]:
-    """The file at `path`, or every file below it in order, hidden ones apart; ValueError when there is none."""
+    """The file at `path`, or every file below it in order, hidden ones apart, links followed.
+
+    Raises ValueError when there is none, and for a link to nothing.
+    """
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(f"no file or folder at {path}; {kind}:PATH takes an existing one")
-    members = sorted(found for found in path.rglob("*") if found.is_file() and not _hidden(found, path))
+    members = sorted(_below(path, frozenset()))
     if not members:
         raise ValueError(f"folder {path} holds no files; give a folder with {kind} files")
     return members
@@ -144,8 +149,27 @@ def stated_splits(names: Sequence[str]) -> list[str | None]:
     return splits
 
 
-def _hidden(member: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in member.relative_to(folder).parts)
+def _below(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
+    """The files below a folder, but not below a link back to a folder on the way here."""
+    real = folder.resolve()
+    for member in folder.iterdir() if real not in above else ():
+        if member.name.startswith("."):
+            continue
+        if member.is_symlink() and not member.exists():
+            raise ValueError(f"{member} is a link to nothing; mend or remove it")
+        if member.is_file():
+            yield member
+        elif member.is_dir():
+            yield from _below(member, above | {real})
+
+
+def require_small(size: int, data: str) -> None:
+    """ValueError for more than 256 MiB of documents, which tokenising at each start would hold in memory."""
+    if size > LARGEST_IN_MEMORY:
+        raise ValueError(
+            f"{data} has more than {LARGEST_IN_MEMORY >> 20} MiB, too much to tokenise at each start; "
+            f"run phasewise tokenize {data} --out FOLDER once and give shards:FOLDER"
+        )
 
 
 def _files(path: Path, read: Callable[[Path], Documents], kind: str) -> Source:
@@ -160,49 +184,73 @@ def _files(path: Path, read: Callable[[Path], Documents], kind: str) -> Source:
 
 
 def text_documents(path: Path, *, separator: str | None) -> Documents:
-    """The documents of a text file, plain, .xz or .gz: the whole, or the parts between separators."""
-    with path.open("rb") as packed:
-        try:
-            file: BinaryIO = OPENERS[path.suffix](packed) if path.suffix in OPENERS else packed
-            for content in [file.read()] if separator is None else _separated(file, separator.encode()):
+    """The documents of a text file, plain or packed: the whole, or the parts between separators.
+
+    UTF-8's signature (a byte order mark) at the start of a file belongs to no document.
+    """
+    try:
+        with path.open("rb") as packed:
+            file = _unpacked(packed, path.suffix)
+            contents = [file.read()] if separator is None else _separated(file, separator.encode())
+            for number, content in enumerate(contents):
                 place = content.find(b"\0")
                 if place >= 0:
                     raise ValueError(
                         f"{path} is binary (a zero byte at {place}), not text; leave it out of the path"
                     )
-                yield Document(content, packed.tell())
-        except UNREADABLE as error:
-            raise ValueError(f"cannot read {path}: {error}; give a readable text file") from error
+                yield Document(content if number else content.removeprefix(UTF8_SIGNATURE), packed.tell())
+    except UNREADABLE as error:
+        raise ValueError(f"cannot read {path}: {error}; give a readable text file") from error
 
 
-def _separated(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
-    rest = b""
+def _unpacked(packed: io.BufferedReader, suffix: str) -> io.BufferedIOBase:
+    match suffix:
+        case ".xz":
+            return lzma.open(packed)
+        case ".gz":
+            return gzip.open(packed)
+        case ".zst":
+            try:
+                import pyarrow
+            except ImportError as error:
+                raise ValueError(".zst files need a package: pip install phasewise[train]") from error
+            stream: Any = pyarrow.CompressedInputStream(packed, "zstd")
+            return io.BufferedReader(stream)
+        case _:
+            return packed
+
+
+def _separated(file: io.BufferedIOBase, separator: bytes) -> Iterator[bytes]:
+    rest = bytearray()
     while block := file.read(BLOCK):
-        *whole, rest = (rest + block).split(separator)
-        yield from whole
-    yield rest
+        start, searched = 0, max(0, len(rest) - len(separator) + 1)
+        rest += block
+        while (place := rest.find(separator, max(start, searched))) >= 0:
+            yield bytes(rest[start:place])
+            start = place + len(separator)
+        del rest[:start]
+    yield bytes(rest)
 
 
 def _json_lines(path: Path, *, field: str) -> Documents:
-    with path.open("rb") as packed:
-        try:
-            file = OPENERS[path.suffix](packed) if path.suffix in OPENERS else packed
-            for number, line in enumerate(file, start=1):
+    try:
+        with path.open("rb") as packed:
+            for number, line in enumerate(_unpacked(packed, path.suffix), start=1):
                 if line.strip():
                     yield Document(_field(line, field, f"{path}, line {number}"), packed.tell())
-        except UNREADABLE as error:
-            raise ValueError(f"cannot read {path}: {error}; give readable JSON lines") from error
+    except UNREADABLE as error:
+        raise ValueError(f"cannot read {path}: {error}; give readable JSON lines") from error
 
 
 def _field(line: bytes, field: str, where: str) -> bytes:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); give one object a line") from error
-    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+    if not isinstance(row, dict) or field not in row:
         known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} has no text in {field!r}, only {known}; name the field with --field")
-    return row[field].encode(errors="surrogatepass")
+        raise ValueError(f"{where} has no {field!r}, only {known}; name the field with --field")
+    return _row(row[field], where, field)
 
 
 def _parquet(path: Path, *, field: str) -> Documents:
@@ -228,8 +276,13 @@ def _parquet(path: Path, *, field: str) -> Documents:
 
 
 def _row(text: object, where: str, field: str) -> bytes:
+    """The document of one row; a null is a blank one."""
+    if text is None:
+        return b""
     if not isinstance(text, str):
-        raise ValueError(f"{where} holds {type(text).__name__} in {field!r}, not text; name the right one")
+        raise ValueError(
+            f"{where} holds {type(text).__name__} in {field!r}, not text; name the right one with --field"
+        )
     return text.encode(errors="surrogatepass")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from phasewise.data.codec import Codec
 from phasewise.data.corpus import SPLITS, Corpus, Documents, sha256_of
-from phasewise.data.documents import Document, Part, Source, members_of, stated_splits
+from phasewise.data.documents import Document, Part, Source, members_of, require_small, stated_splits
 
 BASES = b"ACGT"
 AMBIGUOUS = b"NRYKMSWBDHV"
@@ -34,11 +34,13 @@ def genome(path: Path, tokenizer: str = "bytes") -> Corpus:
     codec = genome_codec(tokenizer)
     source = genome_source(path)
     contents: dict[str, list[bytes]] = {split: [] for split in SPLITS}
+    size = 0
     for part in source.parts:
         for document in part.read():
             split = document.split or part.split
             assert split is not None
             contents[split].append(document.content)
+            require_small(size := size + len(document.content), f"genome:{path}")
     for split, members in contents.items():
         if max((len(member) for member in members), default=0) < 2:
             raise ValueError(
@@ -144,6 +146,11 @@ def _documents(
     size = path.stat().st_size
     for name, letters in _records(path):
         seen.add(name)
+        for first, after, _ in (ranges or {}).get(name, ()):
+            if after > len(letters):
+                raise ValueError(
+                    f"the .bed file names {name} {first} to {after}, but {path} has {len(letters)} letters of it"
+                )
         known = np.concatenate([[False], letters != ord("N"), [False]])
         edges = np.flatnonzero(known[1:] != known[:-1])
         for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):

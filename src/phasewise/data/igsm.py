@@ -147,6 +147,7 @@ def igsm(level: str, tokenizer: str = "bytes") -> Corpus:
         name: Problems(stream, size, difficulty, operations, codec, longest)
         for stream, (name, size) in enumerate(SIZES.items())
     }
+    question_ends = int(codec.encode_text(splits["train"].problem(0).prompt)[-1])
     return Corpus(
         name=f"igsm:{level}" + ("" if tokenizer == "bytes" else f", {tokenizer}"),
         source="generated; after iGSM, arXiv 2407.20311",
@@ -156,7 +157,7 @@ def igsm(level: str, tokenizer: str = "bytes") -> Corpus:
         sha256=sha256_of(splits, examples=HASHED),
         splits=splits,
         decode=codec.decode,
-        task=Task(row_length=longest - 1, answer_length=None, answer_after=int(codec.encode_text("?")[0])),
+        task=Task(row_length=longest - 1, answer_length=None, answer_after=question_ends),
         encode=codec.encode_text,
     )
 

@@ -32,9 +32,9 @@ class Origin(BaseModel):
     midi:PATH | maestro:PATH | asap:PATH."""
     tokenizer: str = Field(default="bytes", description=f"{TOKENIZERS} Music has one of its own, REMI.")
     separator: str | None = None
-    """Of text: what stands between documents inside a file; None: a file is a document."""
+    """Of text: what stands between documents inside a file (in bash $'\\n' for a line end); None: a file is one."""
     field: str = "text"
-    """Of jsonl, parquet and datasets: the field that holds the text."""
+    """Of jsonl, parquet and datasets: the field that holds the text; rows where it is null are left out."""
     held_out: float = Field(default=0.05, ge=0, lt=0.5)
     """Share of the documents for validation, and as many for test, where the data have no splits of their own."""
     seed: int = Field(default=0, ge=0)

@@ -30,6 +30,7 @@ SUFFIXES = (".mid", ".midi")
 MILLISECONDS_PER_QUARTER = 500
 ASAP_ARRAYS = ("pitch", "vel", "dt", "dur", "lens", "piece")
 PITCH = "Pitch_"
+MISSING = "MIDI needs packages: pip install phasewise[music]"
 
 
 class Transposed(Split):
@@ -92,7 +93,7 @@ def _tokenizer() -> REMI:
     try:
         from miditok import REMI, TokenizerConfig
     except ImportError as error:
-        raise ValueError("MIDI needs packages: pip install phasewise[music]") from error
+        raise ValueError(MISSING) from error
     return REMI(
         TokenizerConfig(
             pitch_range=(LOWEST_PITCH - SEMITONES, HIGHEST_PITCH + SEMITONES + 1),
@@ -133,15 +134,17 @@ def _part(name: str, path: Path, split: str | None) -> Part:
 
 
 def _file(path: Path) -> Iterator[Document]:
-    from symusic import Score
-
+    try:
+        from symusic import Score
+    except ImportError as error:
+        raise ValueError(MISSING) from error
     content = path.read_bytes()
     try:
         score: Any = Score.from_midi(content)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}; give a readable MIDI file") from error
-    if not any(len(track.notes) for track in score.tracks if not track.is_drum):
-        raise ValueError(f"{path} has no notes but drums; leave it out")
+    if not _piano_notes(score):
+        raise ValueError(f"{path} has no notes on a piano's keys; leave it out")
     yield Document(content, len(content))
 
 
@@ -151,12 +154,15 @@ def _piano(file: bytes) -> Any:
 
     score: Any = Score.from_midi(file)
     piano: Any = Track(name="piano", program=0, is_drum=False)
-    for track in score.tracks:
-        if not track.is_drum:
-            piano.notes.extend(n for n in track.notes if LOWEST_PITCH <= n.pitch <= HIGHEST_PITCH)
+    piano.notes.extend(_piano_notes(score))
     piano.notes.sort(key=lambda note: (note.time, note.pitch, note.duration))
     score.tracks = [piano]
     return score
+
+
+def _piano_notes(score: Any) -> list[Any]:
+    tracks = (track for track in score.tracks if not track.is_drum)
+    return [note for track in tracks for note in track.notes if LOWEST_PITCH <= note.pitch <= HIGHEST_PITCH]
 
 
 def _maestro(path: Path) -> Source:
@@ -209,8 +215,10 @@ def _asap(path: Path, held_out: float, seed: int) -> Source:
 
 def _performances(arrays: Mapping[str, np.ndarray], held_out: float, seed: int) -> Iterator[Document]:
     """Each performance as a MIDI file at 120 quarters a minute, a tick a millisecond."""
-    from symusic import Note, Score, Tempo, Track
-
+    try:
+        from symusic import Note, Score, Tempo, Track
+    except ImportError as error:
+        raise ValueError(MISSING) from error
     start = 0
     for length, piece in zip(arrays["lens"].tolist(), arrays["piece"].tolist(), strict=True):
         here = slice(start, start + length)

@@ -80,7 +80,10 @@ class Mapped(Split):
     """
 
     def __init__(self, folder: Path, shards: Sequence[Shard], dtype: np.dtype) -> None:
-        self._tokens = [np.memmap(folder / f"{each.name}.bin", dtype, mode="r") for each in shards]
+        self._tokens = [
+            np.memmap(folder / f"{each.name}.bin", dtype, mode="r") if each.tokens else np.zeros(0, dtype)
+            for each in shards
+        ]
         lengths = [np.fromfile(folder / f"{each.name}.lengths", LENGTH) for each in shards]
         self._lengths = np.concatenate(lengths).astype(np.int64)
         self._ends = np.concatenate([each.cumsum() for each in lengths]).astype(np.int64)
@@ -109,11 +112,8 @@ def shards(folder: Path) -> Corpus:
     Raises ValueError for a folder that is missing, unfinished or damaged.
     """
     index = read_index(folder)
-    codec = _codec(folder, index)
-    for part in index.splits.values():
-        for shard in part.shards:
-            require_size(folder / f"{shard.name}.bin", shard.tokens * codec.dtype.itemsize)
-            require_size(folder / f"{shard.name}.lengths", shard.documents * LENGTH.itemsize)
+    codec = codec_in(folder, index.origin, index.tokenizer_sha256)
+    _require_sizes(folder, index)
     text = {split: part.text_bytes for split, part in index.splits.items()}
     tokenizer = index.origin.tokenizer
     return Corpus(
@@ -149,20 +149,28 @@ def read_index(folder: Path) -> Index:
         raise ValueError(f"{path} is damaged ({' '.join(str(error).split())[:200]}): {REMEDY}") from error
 
 
-def _codec(folder: Path, index: Index) -> Codec:
-    """The codec in the folder; ValueError when it is not the one that made the shards."""
+def codec_in(folder: Path, origin: Origin, sha256: str) -> Codec:
+    """The codec stored in a folder of shards; ValueError when it is missing or has another hash."""
     path = folder / TOKENIZER
     if not path.is_file():
         raise ValueError(f"{path} is missing: {REMEDY}")
-    codec = stored_codec(index.origin, path.read_text())
-    if codec.sha256 != index.tokenizer_sha256:
+    codec = stored_codec(origin, path.read_text(encoding="utf-8", errors="replace"))
+    if codec.sha256 != sha256:
         raise ValueError(f"{path} is not the tokenizer that made the shards beside it: {REMEDY}")
     return codec
+
+
+def _require_sizes(folder: Path, index: Index) -> None:
+    for part in index.splits.values():
+        for shard in part.shards:
+            require_size(folder / f"{shard.name}.bin", shard.tokens * np.dtype(index.dtype).itemsize)
+            require_size(folder / f"{shard.name}.lengths", shard.documents * LENGTH.itemsize)
 
 
 def verify(folder: Path) -> Index:
     """Hash every shard of a finished folder; ValueError names the first whose content has changed."""
     index = read_index(folder)
+    _require_sizes(folder, index)
     for part in index.splits.values():
         for shard in part.shards:
             if sha256_of_shard(folder, shard.name) != shard.sha256:

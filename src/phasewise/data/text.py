@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phasewise.data.codec import text_codec
 from phasewise.data.corpus import SPLITS, Corpus, Documents, sha256_of
-from phasewise.data.documents import members_of, text_documents
+from phasewise.data.documents import members_of, require_small, text_documents
 
 AUSTEN_SPLITS = {"train": slice(0, 4), "validation": slice(4, 5), "test": slice(5, 6)}
 FEWEST_DOCUMENTS = 10
@@ -40,7 +40,7 @@ def austen(tokenizer: str = "bytes") -> Corpus:
 
 
 def text(path: Path, *, tokenizer: str = "bytes", separator: str | None = None) -> Corpus:
-    """The text of a file, or of every file below a folder (hidden ones apart), .xz and .gz unpacked.
+    """The text of a file, or of every file below a folder (hidden ones apart), .xz, .gz and .zst unpacked.
 
     A document is a file, or with `separator` a part of one. From ten documents on, a tenth of them (chosen
     by a hash of their content) is the test split and another the validation split; of fewer, each gives its
@@ -48,7 +48,8 @@ def text(path: Path, *, tokenizer: str = "bytes", separator: str | None = None) 
 
     Documents with equal content count once.
 
-    Raises ValueError for a path that is missing, empty, unreadable or binary, and text too short to split.
+    Raises ValueError for a path that is missing, empty, unreadable or binary, text too short to split, and
+    more than 256 MiB of it.
     """
     documents = _read(path, separator)
     texts = (
@@ -74,8 +75,14 @@ def _read(path: Path, separator: str | None) -> list[bytes]:
             "separator is empty; give the string between documents, or None for one document a file"
         )
     members = members_of(path, "text")
-    found = (each for member in members for each in text_documents(member, separator=separator))
-    documents = list({each.content: None for each in found if each.content.strip()})
+    found: dict[bytes, None] = {}
+    size = 0
+    for member in members:
+        for each in text_documents(member, separator=separator):
+            if each.content.strip() and each.content not in found:
+                found[each.content] = None
+                require_small(size := size + len(each.content), f"text:{path}")
+    documents = list(found)
     if not documents:
         raise ValueError(f"{path} is empty; give a file with text")
     return documents

@@ -18,9 +18,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from phasewise.data.corpus import SPLITS, Corpus, Documents, sha256_of
-from phasewise.data.documents import Source, split_of
-from phasewise.data.kinds import Origin, for_training, make_codec, open_source, stored_codec
-from phasewise.data.shards import INDEX, TOKENIZER, Frozen, Index, Part, read_index, verify
+from phasewise.data.documents import Source, require_small, split_of
+from phasewise.data.kinds import Origin, for_training, make_codec, open_source
+from phasewise.data.shards import INDEX, TOKENIZER, Frozen, Index, Part, codec_in, read_index, verify
 from phasewise.data.writing import Open, SplitWriter
 from phasewise.interrupt import Interrupted
 from phasewise.record import replacing
@@ -32,7 +32,6 @@ PROGRESS = "progress.json"
 TEXT_UNITS = ("byte", "token")
 AT_ONCE = 1 << 21
 SAVE_EVERY = 1 << 24
-LARGEST_IN_MEMORY = 1 << 28
 ENCODED_AT_ONCE = 64
 
 
@@ -72,8 +71,11 @@ def tokenize(
     if shard_tokens < 1:
         raise ValueError(f"shard_tokens must be at least 1, but is {shard_tokens}")
     source = open_source(origin)
+    place = Path(origin.data.partition(":")[2]).expanduser()
+    if place.is_dir() and folder.resolve().is_relative_to(place.resolve()):
+        raise ValueError(f"{folder} lies inside {place}, which would hold its own shards; choose one outside")
     if (folder / INDEX).exists():
-        return _checked(origin, source, folder, console)
+        return _checked(origin, source, folder, console, stop)
     with _alone(folder):
         return _tokenized(origin, source, folder, shard_tokens, console, stop)
 
@@ -86,14 +88,12 @@ def _tokenized(
     console: Console | None,
     stop: Callable[[], bool],
 ) -> Index:
-    progress = _begun(origin, shard_tokens, source, folder)
-    codec = stored_codec(origin, (folder / TOKENIZER).read_text())
-    if codec.sha256 != progress.tokenizer_sha256:
-        raise ValueError(f"{folder / TOKENIZER} has changed; delete {folder} and tokenise again")
+    progress = _begun(origin, shard_tokens, source, folder, console, stop)
+    codec = codec_in(folder, origin, progress.tokenizer_sha256)
     is_text = codec.unit in TEXT_UNITS
     reading = Reading(source, origin, console)
     documents = reading.after(
-        progress.documents, progress.source_sha256, f"delete {folder} and tokenise again"
+        progress.documents, progress.source_sha256, f"delete {folder} and tokenise again", stop
     )
     with ExitStack() as stack:
         writers = {
@@ -150,11 +150,7 @@ def collect(origin: Origin, console: Console | None = None) -> Corpus:
     for split, content in reading:
         documents[split].append(content)
         size += len(content)
-        if size > LARGEST_IN_MEMORY:
-            raise ValueError(
-                f"{origin.data} has more than {LARGEST_IN_MEMORY >> 20} MiB, too much to tokenise at each start; "
-                f"run phasewise tokenize {origin.data} --out FOLDER once and give shards:FOLDER"
-            )
+        require_small(size, origin.data)
     codec = make_codec(origin, lambda: documents["train"])
     is_text = codec.unit in TEXT_UNITS
     tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -193,18 +189,27 @@ def collect(origin: Origin, console: Console | None = None) -> Corpus:
 
 
 class Reading:
-    """One pass over the documents of a source that are not blank, with their splits, count and hash so far."""
+    """One pass over the documents of a source that are not blank, with their splits, count and hash so far.
 
-    def __init__(self, source: Source, origin: Origin, console: Console | None) -> None:
-        self._source, self._origin, self._console = source, origin, console
+    doing: shown with the progress.
+    """
+
+    def __init__(
+        self, source: Source, origin: Origin, console: Console | None, doing: str = "Tokenising"
+    ) -> None:
+        self._source, self._origin, self._console, self._doing = source, origin, console, doing
         self.documents, self.sha256 = 0, ""
         self.by_content = False
 
-    def after(self, documents: int, sha256: str, remedy: str) -> Iterator[tuple[str, bytes]]:
+    def after(
+        self, documents: int, sha256: str, remedy: str, stop: Callable[[], bool]
+    ) -> Iterator[tuple[str, bytes]]:
         """The documents after the first `documents`; ValueError unless these have the hash they had before."""
         for split, content in self:
             if self.documents > documents:
                 yield split, content
+            elif stop():
+                raise Interrupted(f"document {documents:,}")
             elif self.documents == documents and self.sha256 != sha256:
                 raise ValueError(
                     f"{self._origin.data} has changed among its first {documents:,} documents; {remedy}"
@@ -224,7 +229,7 @@ class Reading:
         )
         before = 0
         with shown:
-            task = shown.add_task("Tokenising", total=total)
+            task = shown.add_task(self._doing, total=total)
             for part in self._source.parts:
                 for document in part.read():
                     if document.content.strip():
@@ -240,7 +245,7 @@ class Reading:
                     shown.update(
                         task,
                         completed=before + document.done,
-                        description=f"{self.documents:,} documents",
+                        description=f"{self._doing} {self.documents:,} documents",
                     )
                 before += part.size
         if not self.documents:
@@ -265,7 +270,14 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _begun(origin: Origin, shard_tokens: int, source: Source, folder: Path) -> Progress:
+def _begun(
+    origin: Origin,
+    shard_tokens: int,
+    source: Source,
+    folder: Path,
+    console: Console | None,
+    stop: Callable[[], bool],
+) -> Progress:
     """The progress of a begun folder, or that of a new one once its tokenizer is stored."""
     path = folder / PROGRESS
     if path.exists():
@@ -279,12 +291,15 @@ def _begun(origin: Origin, shard_tokens: int, source: Source, folder: Path) -> P
                 f"{folder} was begun with shards of {progress.shard_tokens} tokens, not {shard_tokens}; "
                 "go on with these, or choose another folder"
             )
-        return progress
-    if any(folder.iterdir()):
+        if progress.documents or (folder / TOKENIZER).exists():
+            return progress
+    elif any(not each.name.startswith(f".{PROGRESS}.") for each in folder.iterdir()):
         raise ValueError(f"{folder} holds other files; choose a new folder")
 
     def training() -> Iterator[bytes]:
-        for split, content in Reading(source, origin, None):
+        for split, content in Reading(source, origin, console, "Learning from"):
+            if stop():
+                raise Interrupted("document 0, while the tokenizer was learning")
             if split == "train":
                 yield content
 
@@ -297,18 +312,21 @@ def _begun(origin: Origin, shard_tokens: int, source: Source, folder: Path) -> P
         source_sha256="",
         splits={split: Open() for split in SPLITS},
     )
-    with replacing(folder / TOKENIZER) as unfinished:
-        unfinished.write_text(codec.definition)
     _write(path, progress)
+    with replacing(folder / TOKENIZER) as unfinished:
+        unfinished.write_text(codec.definition, encoding="utf-8")
     return progress
 
 
-def _checked(origin: Origin, source: Source, folder: Path, console: Console | None) -> Index:
+def _checked(
+    origin: Origin, source: Source, folder: Path, console: Console | None, stop: Callable[[], bool]
+) -> Index:
     index = read_index(folder)
     _require_same(origin, index.origin, folder)
-    reading = Reading(source, origin, console)
+    reading = Reading(source, origin, console, "Checking")
     for _ in reading:
-        pass
+        if stop():
+            raise Interrupted("document 0, as checking starts anew")
     if reading.sha256 != index.source_sha256:
         raise ValueError(
             f"{origin.data} has changed since {folder} was made; tokenise it into another folder"
