@@ -1,9 +1,12 @@
 import os
 import resource
+import traceback
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
+from phasewise.train import checkpoint as checkpoints
 from phasewise.train.checkpoint import Checkpoint, load, save, saved
 
 
@@ -115,3 +118,17 @@ def test_full_disk_is_named_with_the_path_whatever_torch_makes_of_it(tmp_path, r
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(tmp_path.iterdir()) == earlier
+
+
+def test_full_disk_that_another_process_tells_of_is_named_with_the_path(tmp_path, monkeypatch):
+    lost = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598\nframes")
+
+    def no_space(*_, **_options):
+        raise CheckpointException("write", {1: (lost, traceback.StackSummary())})
+
+    monkeypatch.setattr(checkpoints, "save_sharded", no_space)
+    with pytest.raises(
+        OSError, match=r"checkpoint.partial is not whole, as on a full disk: \[enforce .* 598$"
+    ):
+        save(tmp_path, checkpoint(7))
+    assert not list(tmp_path.iterdir())

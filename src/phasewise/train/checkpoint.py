@@ -29,6 +29,8 @@ from phasewise.train.recipe import PLACEMENT, TrainRecipe
 
 ALONE = Processes(rank=0, size=1, device=torch.device("cpu"))
 FACTS = "facts.json"
+WRITER = "inline_container"
+"""What torch's errors say that come from its writer of files."""
 _NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{12})")
 
 
@@ -186,9 +188,14 @@ def _quietly(path: Path) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield
     except CheckpointException as error:
-        failure: BaseException | None = next(iter(error.failures.values()))[0]
+        first = next(iter(error.failures.values()))[0]
+        failure: BaseException | None = first
         while failure is not None and not isinstance(failure, OSError):
             failure = failure.__context__
+        if failure is None and WRITER in str(
+            first
+        ):  # of another process, whose error came without its context
+            raise OSError(f"{path} is not whole, as on a full disk: {str(first).splitlines()[0]}") from error
         if failure is None:
             raise
         raise OSError(failure.errno, failure.strerror, str(path)) from error
