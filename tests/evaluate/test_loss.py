@@ -156,5 +156,5 @@ def test_a_loss_that_is_no_number_is_an_error_with_the_remedy():
     model = Transformer(ModelConfig(vocab_size=VOCAB, width=16, layers=1, heads=2, encoding=PoPEConfig()))
     with torch.no_grad():
         model.norm.weight[0] = float("nan")
-    with pytest.raises(ValueError, match="loss at length 5 is nan: .* try float32"):
+    with pytest.raises(ValueError, match=r"loss at length 5 is nan: .* try float32"):
         measure(model, windows(made(), "test", length=5), length=5, stride=5, device=CPU)
