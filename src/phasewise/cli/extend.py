@@ -22,7 +22,8 @@ def extend(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from phasewise.hf.language_model import is_hugging_face
-    from phasewise.train.continuation import Continuation, ExtendRecipe, model_folder, read_begun
+    from phasewise.model.folder import inside
+    from phasewise.train.continuation import Continuation, ExtendRecipe, read_begun
     from phasewise.train.extend import extend
     from phasewise.train.extend_hf import rewrite
     from phasewise.train.extension import table
@@ -57,7 +58,7 @@ def extend(arguments: Sequence[str]) -> int:
     parsed = make_dataclass("Extend", fields(Continuation(**settings)), bases=(Options,), kw_only=True)
     options = tyro.cli(parsed, prog="phasewise extend", args=arguments, description=EXTEND)
     recipe = ExtendRecipe(**{name: getattr(options, name) for name in ExtendRecipe.model_fields})
-    if is_hugging_face(model_folder(recipe.checkpoint)):
+    if is_hugging_face(inside(recipe.checkpoint)):
         rule = rewrite(recipe, options.out)
         print(
             f"{options.out} is {recipe.checkpoint} with {rule}: its weights are linked, and nothing was trained or "

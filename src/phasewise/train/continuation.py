@@ -12,7 +12,6 @@ from phasewise.train.recipe import Seed
 from phasewise.train.rules import AnyWay, AsIs
 
 Length = Annotated[int, Field(ge=2, le=2**20)]
-MODEL = "model"
 
 
 class Continuation(BaseModel):
@@ -94,12 +93,6 @@ class Begun(BaseModel):
     recipe: ExtendRecipe
     initial: Initial
     corpus_sha256: str
-
-
-def model_folder(checkpoint: str | Path) -> Path:
-    """The folder of the model itself: a run folder keeps it in `model`."""
-    folder = Path(checkpoint)
-    return folder / MODEL if (folder / MODEL).is_dir() else folder
 
 
 def read_begun(out: Path) -> Begun:

@@ -20,9 +20,10 @@ from phasewise.frequencies import AnyFrequencies, LongRoPE
 from phasewise.interrupt import Interrupted, stoppable
 from phasewise.model import ModelConfig, Transformer, rescaled
 from phasewise.model import folder as on_disk
+from phasewise.model.folder import MODEL
 from phasewise.model.history import Stage, read_history, write_history
 from phasewise.record import record, replacing
-from phasewise.train.continuation import MODEL, Begun, Continuation, ExtendRecipe, model_folder, read_begun
+from phasewise.train.continuation import Begun, Continuation, ExtendRecipe, read_begun
 from phasewise.train.extension import Continued, Extension, Measured, Report, draw
 from phasewise.train.folder import REPORT, begin, held, read, require_free, require_same, writing
 from phasewise.train.initial import Initial
@@ -93,7 +94,7 @@ def _finished(out: Path) -> Extension:
 
 def _prepare(recipe: ExtendRecipe, out: Path, processes: Processes) -> "_Work":
     """Check everything that can be checked before anything is written."""
-    folder = model_folder(recipe.checkpoint)
+    folder = on_disk.inside(recipe.checkpoint)
     initial, model, history = (
         Initial.of(folder),
         on_disk.load(folder, device=processes.device),

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from phasewise.data import Corpus, batch, load
 from phasewise.interrupt import stoppable
 from phasewise.model import Transformer
-from phasewise.model.folder import require_safetensors
+from phasewise.model.folder import MODEL, require_safetensors
 from phasewise.record import record
 from phasewise.train.folder import (
     REPORT,
@@ -34,7 +34,6 @@ from phasewise.train.speed import utilisation
 from phasewise.train.trackers import Trackers, require_trackers
 
 RECIPES = Path(__file__).parent / "recipes"
-MODEL = "model"
 
 
 class Begun(BaseModel):
