@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
@@ -41,9 +42,11 @@ def main() -> None:
     given = parser.parse_args()
     started = monotonic()
     corpus = load(f"text:{given.texts}", tokenizer=str(given.tokenizer))
+    texts = sorted(path.name for path in given.texts.iterdir())
+    corpus = replace(corpus, name=f"text:{', '.join(texts)}, {given.tokenizer.name}")  # alike wherever they lie
     recipe = {
-        "checkpoint": given.checkpoint.name,
-        "texts": sorted(path.name for path in given.texts.iterdir()),
+        "checkpoint": "SmolLM2-135M-Instruct",
+        "texts": texts,
         "trained": given.trained,
         "length": given.length,
         "read": given.read,
