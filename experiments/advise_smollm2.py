@@ -43,7 +43,9 @@ def main() -> None:
     started = monotonic()
     corpus = load(f"text:{given.texts}", tokenizer=str(given.tokenizer))
     texts = sorted(path.name for path in given.texts.iterdir())
-    corpus = replace(corpus, name=f"text:{', '.join(texts)}, {given.tokenizer.name}")  # alike wherever they lie
+    corpus = replace(
+        corpus, name=f"text:{', '.join(texts)}, {given.tokenizer.name}"
+    )  # alike wherever they lie
     recipe = {
         "checkpoint": "SmolLM2-135M-Instruct",
         "texts": texts,
