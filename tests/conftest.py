@@ -1,7 +1,9 @@
 """Without a GPU the kernels run in Triton's interpreter, which must be chosen before anything imports triton."""
 
 import os
+import shutil
 
+import pytest
 import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -18,3 +20,19 @@ if not torch.cuda.is_available():
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The folder of a small Hugging Face decoder."""
+    pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
+    from tests.hf.tiny import tiny
+
+    folder = tmp_path_factory.mktemp("llama")
+    tiny("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(llama, tmp_path):
+    return shutil.copytree(llama, tmp_path / "copy")

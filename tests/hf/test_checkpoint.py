@@ -1,8 +1,5 @@
 """Decoders that are not whole, as they lie on disks: refused in one sentence, by whichever command opens them."""
 
-import json
-import shutil
-
 import pytest
 import torch
 
@@ -11,26 +8,9 @@ pytest.importorskip("transformers", reason="Hugging Face checkpoints need transf
 from phasewise.hf.language_model import open_language_model
 from phasewise.lens.capture import open_checkpoint
 from phasewise.lens.doctor.examine import doctor
-from tests.hf.tiny import tiny
+from tests.hf.folders import change_config
 
 OPENERS = {"lens": open_checkpoint, "evaluation": open_language_model, "doctor": doctor}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    tiny("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def copy(llama, tmp_path):
-    return shutil.copytree(llama, tmp_path / "copy")
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)

@@ -10,28 +10,11 @@ from phasewise.encodings import NoPEConfig, RoPEConfig
 from phasewise.lens.doctor.diagnosis import Diagnosis
 from phasewise.lens.doctor.examine import doctor
 from phasewise.model import folder as own
-from tests.hf.tiny import tiny
+from tests.hf.folders import change_config
 from tests.model.small import model_of
 
 pytest.importorskip("transformers", reason="examining checkpoints needs transformers")
 pytest.importorskip("plotly", reason="reports need plotly")
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    tiny("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def copy(llama, tmp_path):
-    return shutil.copytree(llama, tmp_path / "copy")
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def run(capsys, *arguments):

@@ -1,6 +1,5 @@
 import json
 import math
-import shutil
 from io import StringIO
 
 import numpy as np
@@ -17,6 +16,7 @@ from phasewise.lens.show import figures, summary, table
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model import folder as own
 from phasewise.model.reading import Reader, TransformerReader
+from tests.hf.folders import change_config
 
 transformers = pytest.importorskip("transformers", reason="reading checkpoints needs transformers")
 pytest.importorskip("safetensors", reason="models on disk need safetensors")
@@ -162,25 +162,6 @@ def test_figures_and_table_cover_mixed_layers_and_several_widths():
             if hasattr(view, "z"):
                 assert {len(row) for row in view.z} == {len(view.columns)}
                 assert {len(row) for row in view.notes} <= {len(view.columns)}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    from tests.hf.tiny import tiny
-
-    folder = tmp_path_factory.mktemp("llama")
-    tiny("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def copy(llama, tmp_path):
-    return shutil.copytree(llama, tmp_path / "copy")
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def rewrite(folder, change):

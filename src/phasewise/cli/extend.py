@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
-from pathlib import Path
-from typing import Annotated
 
-from phasewise.cli.terminal import early, fields, print_run, sitting
+from phasewise.cli.terminal import early, fields, print_run, run_options, sitting
 
 EXTEND = """Continue a checkpoint at a longer length, its rates changed; measure before and after.
 
@@ -17,7 +15,6 @@ and nothing is trained or measured."""
 
 def extend(arguments: Sequence[str]) -> int:
     """Continue a checkpoint at a longer length, its rates changed; measure before and after."""
-    import torch
     import tyro
     from rich.console import Console
 
@@ -34,7 +31,7 @@ def extend(arguments: Sequence[str]) -> int:
     begun = read_begun(known.out).recipe if known.resume and known.out else None
 
     @dataclass(kw_only=True)
-    class Options:
+    class Options(run_options()):
         checkpoint: tyro.conf.Positional[str] = begun.checkpoint if begun else tyro.MISSING
         """Folder of the checkpoint: a run, or a model."""
         length: tuple[int, ...] = begun.length if begun else tyro.MISSING
@@ -43,16 +40,6 @@ def extend(arguments: Sequence[str]) -> int:
         """Training steps at each length; 0, of one length: only the rates change."""
         rule: str = begun.rule.model_dump_json() if begun else tyro.MISSING
         """none | pi | ntk | yarn | llama3 | abf | abf:BASE | longrope | grid:FILE, or its settings as JSON."""
-        out: Path
-        """Run folder: a new one, or with --resume the one to go on with."""
-        resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-        """Go on with the interrupted run in --out. Its other options need not be repeated."""
-        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
-        """Print report.json on stdout instead of the table."""
-        figure: bool = True
-        """Draw figure.svg and figure.png, which needs matplotlib."""
-        device: str = "cuda" if torch.cuda.is_available() else "cpu"
-        """Where to train and measure: cpu | cuda | cuda:1."""
 
     settings = {name: getattr(begun, name) for name in Continuation.model_fields} if begun else {}
     parsed = make_dataclass("Extend", fields(Continuation(**settings)), bases=(Options,), kw_only=True)

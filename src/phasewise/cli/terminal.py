@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,27 @@ def early(arguments: Sequence[str], *more: str) -> argparse.Namespace:
     for name in more:
         parser.add_argument(f"--{name}")
     return parser.parse_known_args(arguments)[0]
+
+
+def run_options() -> type:
+    """The options of a run that ends in a table and figures; importing torch and tyro, so made when it is asked for."""
+    import torch
+    import tyro
+
+    @dataclass(kw_only=True)
+    class Options:
+        out: Path
+        """Run folder: a new one, or with --resume the one to go on with."""
+        resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+        """Go on with the interrupted run in --out. Its other options need not be repeated."""
+        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+        """Print report.json on stdout instead of tables."""
+        figure: bool = True
+        """Draw the figures, which needs matplotlib."""
+        device: str = "cuda" if torch.cuda.is_available() else "cpu"
+        """Where to run: cpu | cuda | cuda:1."""
+
+    return Options
 
 
 @contextmanager

@@ -238,17 +238,8 @@ def _told(over: Windows, advance: Callable[[int], None]) -> Iterator[Batch]:
 
 
 def _corpus_loss(corpus: Corpus, over: tuple[Windows, ...], found: tuple[Measurement, ...]) -> CorpusLoss:
-    split = over[0].split
     return CorpusLoss(
-        corpus=CorpusFacts(
-            name=corpus.name,
-            source=corpus.source,
-            licence=corpus.licence,
-            unit=corpus.unit,
-            vocab_size=corpus.vocab_size,
-            sha256=corpus.sha256,
-            bytes_per_token=None if corpus.bytes_per_token is None else corpus.bytes_per_token[split],
-        ),
+        corpus=CorpusFacts.of(corpus, over[0].split),
         task=corpus.task is not None,
         measurements=found,
         bits_per_byte=None
