@@ -1,4 +1,6 @@
 import signal
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -43,3 +45,22 @@ def test_work_that_stops_says_for_which_signal(number, kind):
     with pytest.raises(kind, match="step 3") as error:
         work()
     assert error.type is kind
+
+
+PROGRAM = "import sys; from phasewise.cli import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize(("name", "silent"), [(None, True), ("phasewise", True), ("mine.py", False)])
+def test_ctrl_c_while_packages_load_ends_the_command_line_alone_without_a_traceback(name, silent, tmp_path):
+    started = ["-m", "phasewise"] if name is None else [str(tmp_path / name)]
+    if name is not None:
+        (tmp_path / name).write_text(PROGRAM)
+    command = [sys.executable, "-X", "importtime", *started]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "torch._C" not in (line := process.stderr.readline()):
+            assert line, "the program ended before torch was loaded"
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == -signal.SIGINT
+    assert ("KeyboardInterrupt" not in said) == silent

@@ -1,9 +1,11 @@
 """Ctrl-C as a question asked between steps, so that no step is ever left half done."""
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 
@@ -17,6 +19,25 @@ class Interrupted(Exception):
 
 class Terminated(Interrupted):
     """The same, at the wish of a scheduler that sent SIGTERM."""
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Let Ctrl-C end the command line at once and without a traceback while its packages are loaded.
+
+    Any other program that imports the package keeps its own handler. Python loads a package before a line of
+    its command line runs, and calls the program "-m" until `python -m` has found it.
+    """
+    commanded = Path(*sys.argv[:1]).name in ("-m", "phasewise")
+    unset = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (commanded and unset and threading.current_thread() is threading.main_thread()):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

@@ -4,17 +4,20 @@ import os
 import sys
 from collections.abc import Sequence
 
-from phasewise.cli.advise import advise
-from phasewise.cli.bench import bench
-from phasewise.cli.compare import compare
-from phasewise.cli.doctor import doctor
-from phasewise.cli.evaluate import evaluate
-from phasewise.cli.extend import extend
-from phasewise.cli.inspect import inspect
-from phasewise.cli.profile import profile
-from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, Left, leave, one_line
-from phasewise.cli.tokenize import tokenize
-from phasewise.cli.train import train
+from phasewise.interrupt import starting
+
+with starting():
+    from phasewise.cli.advise import advise
+    from phasewise.cli.bench import bench
+    from phasewise.cli.compare import compare
+    from phasewise.cli.doctor import doctor
+    from phasewise.cli.evaluate import evaluate
+    from phasewise.cli.extend import extend
+    from phasewise.cli.inspect import inspect
+    from phasewise.cli.profile import profile
+    from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, Left, leave, one_line
+    from phasewise.cli.tokenize import tokenize
+    from phasewise.cli.train import train
 
 COMMANDS = {
     "compare": compare,
