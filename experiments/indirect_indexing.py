@@ -1,16 +1,17 @@
 """Indirect Indexing at the paper's configuration (arXiv 2509.10534, table 1), models trained side by side.
 
-    python -m experiments.indirect_indexing results/indirect-indexing RUN --encodings pope --seeds 0 1 2
+    python -m experiments.indirect_indexing PARTS RUN --models pope-0 rope-0
 
 The rule, one for every encoding and seed and fixed before a test example was read: the weights that count are
 the running average of the last two thousand steps or so, and of the checkpoints, one every 4000 steps, the one
 with the highest accuracy on the first 2000 validation examples, the later of equals. Its accuracy on all test
-examples is the result; beside it stand the last checkpoint's and those without averaging. A seed counts as
-solved from 90 %.
+examples is the result; beside it stand the last checkpoint's and those without averaging.
+
+Each model writes PARTS/VARIANT-ENCODING-SEED.json as it goes; `experiments.indirect_indexing_report` joins them.
+A pilot (`--seconds`) stops early and reads no test example. Interrupted, a training goes on from RUN.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,27 +19,39 @@ from time import perf_counter
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from experiments import papers
 from phasewise.data import Corpus, load
 from phasewise.device import usable
-from phasewise.interrupt import interruptible
+from phasewise.interrupt import Interrupted, interruptible
 from phasewise.model import Transformer
 from phasewise.record import record, replacing
 from phasewise.train.objective import autocast
 from phasewise.train.recipe import TrainRecipe
 from phasewise.train.side_by_side import train_side_by_side
 
+RULE = __doc__.split("\n\n")[2]
 RECIPE = "pope-indirect-indexing"
-PAPER = {"rope": {"mean": 11.16, "spread": 2.45}, "pope": {"mean": 94.82, "spread": 2.91}}
+VARIANTS: dict[str, dict[str, object]] = {
+    "paper": {},
+    "rate": {"learning_rate": 4e-4},
+    "norm": {"qk_norm": True},
+    "rate-norm": {"learning_rate": 4e-4, "qk_norm": True},
+}
+"""Changes of the paper's recipe that cost neither steps, rows nor parameters."""
 BLOCK = 100
+CHECKPOINT_EVERY = 25_000
 KEPT = 0.95
 """What a block leaves of the average before it: a memory of 20 blocks, 2000 steps."""
-EVERY = 4000
+EVERY, PILOT_EVERY = 4000, 2000
 WATCHED = 2000
-SOLVED = 0.9
 ROWS = 2000
+
+Point = dict[str, float]
+"""Steps; of the average and of the weights as they are, accuracy and loss on what is watched, and on the test
+examples where the accuracy is the highest so far, and at the end."""
 
 
 @dataclass(frozen=True)
@@ -62,67 +75,60 @@ class Examples:
 
 
 @torch.no_grad()
-def accuracy(model: Transformer, examples: Examples) -> float:
-    """The share of examples whose answer is the model's first choice, as trained: matrices in bfloat16 on CUDA."""
+def measure(model: Transformer, examples: Examples) -> tuple[float, float]:
+    """The share of examples whose answer is the model's first choice, and the answers' mean loss in nats.
+
+    As trained: matrices are bfloat16 on CUDA.
+    """
     model.eval()
-    right = 0
     device = examples.tokens.device
+    right, loss = (torch.zeros((), device=device) for _ in range(2))
     with torch.compiler.set_stance("force_eager"), autocast(device, device.type == "cuda"):
         for tokens, at, answers in zip(
             *(x.split(ROWS) for x in (examples.tokens, examples.at, examples.answers)), strict=True
         ):
-            logits = model(tokens)[torch.arange(len(at), device=device), at]
-            right += int((logits.argmax(-1) == answers).sum())
-    return right / len(examples.answers)
+            hidden = model.hidden(tokens)[torch.arange(len(at), device=device), at]
+            logits = model.logits(hidden).float()
+            right += (logits.argmax(-1) == answers).sum()
+            loss += F.cross_entropy(logits, answers, reduction="sum")
+    return right.item() / len(examples.answers), loss.item() / len(examples.answers)
 
 
 @dataclass
 class Watch:
-    """The running average of a model's weights, both's accuracy over the steps, and the best of each."""
+    """The running average of a model's weights, and how both did so far."""
 
     model: Transformer
     watched: Examples
-    curve: list[dict[str, float]] = field(default_factory=list)
-    best: dict[str, tuple[float, int, dict[str, Tensor]]] = field(default_factory=dict)
+    test: Examples | None
+    every: int
+    curve: list[Point] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.average = Transformer(self.model.config).to(self.watched.tokens.device)
         self.average.load_state_dict(self.model.state_dict())
 
-    def block(self, steps: int, last: bool) -> None:
+    def block(self, steps: int, last: bool) -> bool:
+        """Take in the weights after a block; whether the curve has a new point."""
         with torch.no_grad():
             for mean, weight in zip(self.average.parameters(), self.model.parameters(), strict=True):
                 mean.lerp_(weight, 1 - KEPT)
-        if steps % EVERY and not last:
-            return
-        point: dict[str, float] = {"steps": steps}
-        for name, model in self.candidates().items():
-            point[name] = accuracy(model, self.watched)
-            if name not in self.best or point[name] >= self.best[name][0]:
-                weights = {key: value.clone() for key, value in model.state_dict().items()}
-                self.best[name] = (point[name], steps, weights)
+        if steps % self.every and not last:
+            return False
+        point: Point = {"steps": steps}
+        for name, model in {"average": self.average, "weights": self.model}.items():
+            point[name], point[f"{name}_loss"] = measure(model, self.watched)
+            leads = all(point[name] >= earlier[name] for earlier in self.curve)
+            if self.test is not None and (leads or last):
+                point[f"{name}_test"], _ = measure(model, self.test)
         self.curve.append(point)
-
-    def candidates(self) -> dict[str, Transformer]:
-        return {"average": self.average, "weights": self.model}
-
-    def results(self, splits: Mapping[str, Examples]) -> dict[str, object]:
-        """Accuracy of the last and the best checkpoint, averaged and not."""
-        found: dict[str, object] = {"curve": self.curve}
-        for name, model in self.candidates().items():
-            last = {split: accuracy(model, examples) for split, examples in splits.items()}
-            _, steps, weights = self.best[name]
-            model.load_state_dict(weights)
-            best = {split: accuracy(model, examples) for split, examples in splits.items()}
-            found[name] = {"last": last, "best": {"steps": steps, **best}}
-        return found
+        return True
 
     def save(self, folder: Path, steps: int) -> None:
         """Keep what a resumed run needs beside its checkpoint, and what the one before it needs."""
         earlier = sorted(folder.glob("watch-*.pt"))
-        state = {"average": self.average.state_dict(), "curve": self.curve, "best": self.best}
         with replacing(folder / f"watch-{steps:08d}.pt") as unfinished:
-            torch.save(state, unfinished)
+            torch.save({"average": self.average.state_dict(), "curve": self.curve}, unfinished)
         for path in earlier[:-1]:
             path.unlink()
 
@@ -133,7 +139,12 @@ class Watch:
             raise ValueError(f"{path} is missing: delete {folder.parent} to train these models again")
         state = torch.load(path, map_location=self.watched.tokens.device, weights_only=True)
         self.average.load_state_dict(state["average"])
-        self.curve, self.best = state["curve"], state["best"]
+        self.curve = state["curve"]
+
+
+def best(curve: list[Point], name: str = "average") -> Point:
+    """The point that the rule chooses: the highest accuracy on what is watched, the later of equals."""
+    return max(curve, key=lambda point: (point[name], point["steps"]))
 
 
 def run(
@@ -141,10 +152,17 @@ def run(
     folder: Path,
     device: torch.device,
     stop: Callable[[], bool] = lambda: False,
-) -> dict[str, dict[str, object]]:
-    """Train side by side; each model's curve and accuracies by the rule. An interrupted run goes on from there."""
+    told: Callable[[str, list[Point]], None] = lambda _name, _curve: None,
+    *,
+    pilot: bool = False,
+) -> dict[str, list[Point]]:
+    """Train side by side; the curve of each model, of which `told` hears as it grows.
+
+    An interrupted run goes on from its last checkpoint, and its curves from the points before that.
+    """
     corpus = load("indirect-indexing")
     watched = Examples.of(corpus, "validation", device, WATCHED)
+    test = None if pilot else Examples.of(corpus, "test", device)
     watches: dict[str, Watch] = {}
     done, started = 0, perf_counter()
 
@@ -156,16 +174,15 @@ def run(
         nonlocal done
         for name, model in models.items():
             if name not in watches:
-                watches[name] = Watch(model, watched)
+                watches[name] = Watch(model, watched, test, PILOT_EVERY if pilot else EVERY)
                 if steps > BLOCK:
                     watches[name].load(folder / name, steps - BLOCK)
-            watches[name].block(steps, steps == recipes[name].steps)
+            if watches[name].block(steps, steps == recipes[name].steps):
+                told(name, watches[name].curve)
+                print(f"{perf_counter() - started:.0f} s: {name} {watches[name].curve[-1]}", flush=True)
         done = steps
         if all(steps % recipe.checkpoint_every == 0 for recipe in recipes.values()):
             keep()
-        if steps % EVERY == 0:
-            latest = {name: f"{watch.curve[-1]['average']:.3f}" for name, watch in watches.items()}
-            print(f"{perf_counter() - started:.0f} s, step {steps}: {latest}", flush=True)
 
     def stopping() -> bool:
         asked = stop()
@@ -173,45 +190,45 @@ def run(
             keep()
         return asked
 
-    trained = train_side_by_side(
-        recipes, corpus, folder, device=device, block=BLOCK, on_block=on_block, stop=stopping
-    )
-    splits = {split: Examples.of(corpus, split, device) for split in ("validation", "test")}
-    return {
-        name: {"seed": recipes[name].seed, "train_loss": trained[name].loss, **watch.results(splits)}
-        for name, watch in watches.items()
-    }
+    train_side_by_side(recipes, corpus, folder, device=device, block=BLOCK, on_block=on_block, stop=stopping)
+    return {name: watch.curve for name, watch in watches.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("parts", type=Path)
     parser.add_argument("folder", type=Path, help="of the runs, to go on from when interrupted")
-    parser.add_argument("--encodings", nargs="+", default=["pope", "rope"], choices=sorted(PAPER))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--models", nargs="+", required=True, help="ENCODING-SEED")
+    parser.add_argument("--variant", default="paper", choices=VARIANTS)
+    parser.add_argument("--seconds", type=float, help="of a pilot")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
-    device, corpus = usable(given.device), load("indirect-indexing")
-    recipes = {
-        f"{name}-seed{seed}": papers.recipe(RECIPE, name, corpus, seed=seed)
-        for name in given.encodings
-        for seed in given.seeds
-    }
-    with interruptible() as stop:
-        found = run(recipes, given.folder, device, stop)
-    for name in given.encodings:
-        seeds = [found[f"{name}-seed{seed}"] for seed in given.seeds]
-        tests = [seed["average"]["best"]["test"] for seed in seeds]  # type: ignore[index]
-        values = {
-            "test_accuracy": {"seeds": tests, "mean": statistics.fmean(tests)},
-            "solved": sum(test >= SOLVED for test in tests),
-            "paper": PAPER[name],
-            "seeds": seeds,
+    began, device, corpus = perf_counter(), usable(given.device), load("indirect-indexing")
+    recipes = {}
+    for model in given.models:
+        encoding, _, seed = model.partition("-")
+        changes = {**VARIANTS[given.variant], "checkpoint_every": CHECKPOINT_EVERY, "seed": int(seed)}
+        recipes[f"{given.variant}-{model}"] = papers.recipe(RECIPE, encoding, corpus, **changes)
+
+    def write(name: str, curve: list[Point]) -> None:
+        told = {
+            "variant": given.variant,
+            "training": recipes[name].model_dump(mode="json"),
+            "rule": RULE,
+            "block": BLOCK,
+            "pilot": given.seconds is not None,
         }
-        recipe = recipes[f"{name}-seed{given.seeds[0]}"].model_dump(mode="json", exclude={"seed"})
-        told = {"training": recipe, "seeds": given.seeds, "rule": __doc__.split("\n\n")[2], "block": BLOCK}
-        record(given.out / f"{name}.json", recipe=told, values=values, device=device)
-        print(name, values["test_accuracy"], flush=True)
+        record(given.parts / f"{name}.json", recipe=told, values=curve, device=device)
+
+    with interruptible() as asked:
+
+        def stop() -> bool:
+            return asked() or (given.seconds is not None and perf_counter() - began > given.seconds)
+
+        try:
+            run(recipes, given.folder, device, stop, write, pilot=given.seconds is not None)
+        except Interrupted as interrupted:
+            print(f"stopped: {interrupted}; {given.folder} can be gone on from", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from phasewise.train.run import read_recipe
 ENCODINGS = {"rope": RoPEConfig(), "pope": PoPEConfig(phase_init="uniform")}
 
 
-def recipe(name: str, encoding: str, corpus: Corpus, *, seed: int = 0) -> TrainRecipe:
-    """The recipe of that name with another encoding, which nothing else differs in; nothing is measured within."""
-    changes = {"encoding": ENCODINGS[encoding], "evaluate_every": None, "seed": seed}
-    return read_recipe(name).model_copy(update=changes).training(vocab_size=corpus.vocab_size)
+def recipe(name: str, encoding: str, corpus: Corpus, **changes: object) -> TrainRecipe:
+    """The recipe of that name with another encoding and other changes; nothing is measured within."""
+    given = {"encoding": ENCODINGS[encoding], "evaluate_every": None, **changes}
+    return read_recipe(name).model_copy(update=given).training(vocab_size=corpus.vocab_size)

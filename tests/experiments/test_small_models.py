@@ -40,31 +40,51 @@ def test_accuracy_is_the_share_of_answers_at_their_places():
     examples = indirect_indexing.Examples.of(corpus, "validation", CPU, 50)
 
     class Knowing(torch.nn.Module):
-        def forward(self, tokens):
+        def hidden(self, tokens):
             logits = torch.zeros(*tokens.shape, corpus.vocab_size)
             for row, (at, answer) in enumerate(zip(examples.at, examples.answers, strict=True)):
-                logits[row, at, answer if row < 30 else 0] = 1.0
+                logits[row, at, answer if row < 30 else 0] = 100.0
             return logits
 
-    assert indirect_indexing.accuracy(Knowing(), examples) == 0.6
+        def logits(self, hidden):
+            return hidden
+
+    found, loss = indirect_indexing.measure(Knowing(), examples)
+    assert found == 0.6
+    assert loss == pytest.approx(0.4 * 100)
     row = examples.tokens[0][: examples.at[0] + 1]
     assert corpus.decode(np.append(row, examples.answers[0])) == corpus.decode(corpus.split("validation")[0])
 
 
-def test_indirect_indexing_keeps_the_best_checkpoint_and_the_average(tmp_path, monkeypatch):
-    for name, value in {"BLOCK": 2, "EVERY": 4, "WATCHED": 20, "KEPT": 0.5}.items():
+def shorten(monkeypatch):
+    for name, value in {"BLOCK": 2, "EVERY": 4, "PILOT_EVERY": 2, "WATCHED": 20, "KEPT": 0.5}.items():
         monkeypatch.setattr(indirect_indexing, name, value)
-    monkeypatch.setattr(indirect_indexing, "accuracy", lambda _model, _examples: next(told))
-    # At steps 4 and 8, average then weights; at the end each one's last and best on two splits.
-    told = iter([0.5, 0.1, 0.4, 0.1, *(0.01 * number for number in range(8))])
-    found = indirect_indexing.run({"pope": small("pope-indirect-indexing", "pope")}, tmp_path, CPU)["pope"]
-    assert found["curve"] == [
-        {"steps": 4, "average": 0.5, "weights": 0.1},
-        {"steps": 8, "average": 0.4, "weights": 0.1},
+
+
+def test_the_average_and_the_weights_are_tested_where_they_lead_and_at_the_end(tmp_path, monkeypatch):
+    shorten(monkeypatch)
+    monkeypatch.setattr(indirect_indexing, "EVERY", 2)
+    # Of each of the four points: the average, its test where it leads or the training ends, the weights alike.
+    accuracies = iter([0.2, 0.21, 0.3, 0.31, 0.4, 0.41, 0.1, 0.4, 0.42, 0.3, 0.32, 0.3, 0.33, 0.2, 0.22])
+    monkeypatch.setattr(indirect_indexing, "measure", lambda _model, _examples: (next(accuracies), 1.0))
+    curve = indirect_indexing.run({"pope": small("pope-indirect-indexing", "pope")}, tmp_path, CPU)["pope"]
+    assert [(point["average"], point.get("average_test")) for point in curve] == [
+        (0.2, 0.21),
+        (0.4, 0.41),
+        (0.4, 0.42),
+        (0.3, 0.33),
     ]
-    assert found["average"]["best"]["steps"] == 4
-    assert found["weights"]["best"]["steps"] == 8
-    assert found["average"]["last"] == {"validation": 0.0, "test": 0.01}
+    assert [point.get("weights_test") for point in curve] == [0.31, None, 0.32, 0.22]
+    assert indirect_indexing.best(curve) == curve[2]
+    assert indirect_indexing.best(curve, "weights") == curve[2]
+
+
+def test_a_pilot_reads_no_test_example(tmp_path, monkeypatch):
+    shorten(monkeypatch)
+    given = {"pope": small("pope-indirect-indexing", "pope")}
+    curve = indirect_indexing.run(given, tmp_path, CPU, pilot=True)["pope"]
+    assert [point["steps"] for point in curve] == [2, 4, 6, 8]
+    assert not any("test" in name for point in curve for name in point)
 
 
 def test_paired_difference_and_its_interval_are_those_of_students_t():
@@ -74,8 +94,7 @@ def test_paired_difference_and_its_interval_are_those_of_students_t():
 
 
 def test_indirect_indexing_resumed_equals_the_run_in_one_sitting(tmp_path, monkeypatch):
-    for name, value in {"BLOCK": 2, "EVERY": 4, "WATCHED": 20, "KEPT": 0.5}.items():
-        monkeypatch.setattr(indirect_indexing, name, value)
+    shorten(monkeypatch)
     given = {"pope": small("pope-indirect-indexing", "pope", checkpoint_every=4)}
     whole = indirect_indexing.run(given, tmp_path / "whole", CPU)
     for block in (1, 2):
