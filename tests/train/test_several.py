@@ -20,8 +20,8 @@ SHARDINGS = ("replicated", "sharded")
 BUDGET = {"steps": 6, "batch_size": 4, "checkpoint_every": 2}
 
 
-def together(*jobs):
-    """Run jobs in two processes; what they said of each."""
+def together(*jobs, program="tests.train.several"):
+    """Run jobs in two processes of a program; what they said of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -29,7 +29,7 @@ def together(*jobs):
     for rank in ("0", "1"):
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "error", "-m", "tests.train.several", json.dumps(jobs)]
+        command = [sys.executable, "-W", "error", "-m", program, json.dumps(jobs)]
         running.append(
             subprocess.Popen(
                 command,
@@ -111,3 +111,7 @@ def test_run_resumes_with_another_number_of_processes(runs, sharding, before):
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_resumed_processes_repeat_the_uninterrupted_ones_to_the_last_digit(runs, sharding):
     assert losses(runs / f"{sharding} in two sittings") == losses(runs / sharding)
+
+
+def test_processes_wait_for_what_the_first_does_alone_longer_than_their_communication_would():
+    assert together(program="tests.train.patient") == "waited"

@@ -6,6 +6,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from phasewise.model import Transformer
 from phasewise.model.parallel import Sharding
 from phasewise.train.recipe import Execution
 
+PATIENCE = timedelta(days=7)
+"""How long processes wait for what one of them does alone; for tensors the backend's own limit holds."""
 TOLD = (ValueError, OSError, Interrupted)
 """What goes wrong in one process and is raised in all."""
 
@@ -37,6 +40,8 @@ class Processes:
     rank: int
     size: int
     device: torch.device
+    talk: dist.ProcessGroup | None = None
+    """What values other than tensors go through; none: the group of all."""
 
     @property
     def first(self) -> bool:
@@ -54,7 +59,7 @@ class Processes:
         found = [value]
         if self.size > 1:
             found = [None] * self.size
-            dist.all_gather_object(found, value)
+            dist.all_gather_object(found, value, group=self.talk)
         return found
 
     def any(self, value: bool) -> bool:
@@ -87,7 +92,8 @@ def join(device: torch.device | str) -> Processes:
     except ImportError as error:
         raise ValueError("several processes need accelerate: pip install 'phasewise[train]'") from error
     state = PartialState(cpu=torch.device(device).type == "cpu")
-    return Processes(state.process_index, state.num_processes, usable(state.device or device))
+    talk = dist.new_group(backend="gloo", timeout=PATIENCE) if state.num_processes > 1 else None
+    return Processes(state.process_index, state.num_processes, usable(state.device or device), talk)
 
 
 def leave() -> None:
