@@ -94,6 +94,7 @@ def main() -> None:
     }
     pope_alone = {"pope-0": many["pope-0"]}
     pope_seeds = {name: recipe for name, recipe in many.items() if name.startswith("pope")}
+    told = {"recipe": pope.model_dump(mode="json"), "block": BLOCK, "blocks": BLOCKS}
     values = {}
     for name, measure in {
         "pope, side by side, 1 model": lambda: together(pope_alone, given.device),
@@ -104,8 +105,7 @@ def main() -> None:
     }.items():
         values[name] = {"model_steps_per_second": measure()}
         print(name, values[name], flush=True)
-    told = {"recipe": pope.model_dump(mode="json"), "block": BLOCK, "blocks": BLOCKS}
-    record(given.out, recipe=told, values=values, device=given.device)
+        record(given.out, recipe=told, values=values, device=given.device)
 
 
 if __name__ == "__main__":
