@@ -144,6 +144,7 @@ class Corpus:
     splits: split name -> sequence of documents, each uint16 or int32 [tokens].
     decode: tokens -> readable text.
     encode: text -> tokens, without special ones; None where the data are not text.
+    tokenizer: what a tokenizer.json holds of it; None for bytes, and where the data are not text.
     bytes_per_token: UTF-8 bytes a token on average, for each split; None where the data are not text.
     task: None for language modelling, where every token but a document's first is scored.
     """
@@ -159,6 +160,7 @@ class Corpus:
     bytes_per_token: Mapping[str, float] | None = None
     task: Task | None = None
     encode: Callable[[str], np.ndarray] | None = None
+    tokenizer: str | None = None
 
     def split(self, name: str) -> Split:
         """The documents of split `name`; ValueError when there is none of that name."""

@@ -159,6 +159,7 @@ def igsm(level: str, tokenizer: str = "bytes") -> Corpus:
         decode=codec.decode,
         task=Task(row_length=longest - 1, answer_length=None, answer_after=question_ends),
         encode=codec.encode_text,
+        tokenizer=codec.definition or None,
     )
 
 

@@ -113,4 +113,5 @@ def passkey(length: int, *, needles: int = 1, tokenizer: str = "bytes") -> Corpu
             row_length=length, answer_length=None, answer_after=int(encode(ASKED.format(name="Anna"))[-1])
         ),
         encode=encode,
+        tokenizer=filler.tokenizer,
     )

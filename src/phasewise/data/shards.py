@@ -132,6 +132,7 @@ def shards(folder: Path) -> Corpus:
         bytes_per_token={split: size / index.splits[split].tokens for split, size in text.items() if size}
         or None,
         encode=codec.encode_text if index.unit in ("byte", "token") else None,
+        tokenizer=codec.definition if index.unit == "token" else None,
     )
 
 

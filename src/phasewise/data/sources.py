@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from phasewise.data.igsm import igsm
 from phasewise.data.kinds import Origin
 from phasewise.data.music import chorales, jsb
 from phasewise.data.passkey import NEEDLES, passkey
-from phasewise.data.shards import shards
+from phasewise.data.shards import TOKENIZER, shards
 from phasewise.data.suite import KINDS as SUITE
 from phasewise.data.suite import suite
 from phasewise.data.synthetic import indirect_indexing
@@ -105,8 +106,23 @@ def load(
 
 def tokenizer_of(folder: str | Path, name: str) -> str:
     """The tokenizer that `load` takes for corpus `name` to be read by a checkpoint: its own for text, or bytes."""
-    own = Path(folder) / "tokenizer.json"
+    own = Path(folder) / TOKENIZER
     return str(own) if name.partition(":")[0] in TEXT and own.is_file() else "bytes"
+
+
+def require_tokenizer_of(folder: str | Path, corpus: Corpus) -> None:
+    """Raise ValueError for tokens of another vocabulary than that of the tokenizer beside a checkpoint, if any."""
+    own = Path(folder) / TOKENIZER
+    if corpus.tokenizer is None or not own.is_file():
+        return
+    ours, theirs = (
+        json.loads(each)["model"].get("vocab") for each in (own.read_text(encoding="utf-8"), corpus.tokenizer)
+    )
+    if ours != theirs:
+        raise ValueError(
+            f"{corpus.name} was made by another tokenizer than {own}: give data in the checkpoint's own tokens, or "
+            "text for it to make tokens of"
+        )
 
 
 def _stderr() -> Console:

@@ -136,4 +136,5 @@ def _tokenized(texts: Texts, tokenizer: str, *, name: str, source: str, licence:
             for split, documents in splits.items()
         },
         encode=codec.encode_text,
+        tokenizer=codec.definition or None,
     )

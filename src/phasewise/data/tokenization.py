@@ -185,6 +185,7 @@ def collect(origin: Origin, console: Console | None = None) -> Corpus:
         if is_text
         else None,
         encode=codec.encode_text if is_text else None,
+        tokenizer=(codec.definition or None) if is_text else None,
     )
 
 

@@ -20,8 +20,8 @@ class Continuation(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     data: str = Field(default="austen", description=f"Corpus: {CORPORA}.")
-    tokenizer: str = Field(
-        default="bytes", description=f"The one the checkpoint was trained with. {TOKENIZERS}"
+    tokenizer: str | None = Field(
+        default=None, description=f"None: the checkpoint's own for text, or else bytes. {TOKENIZERS}"
     )
     trained_length: Length | None = None
     """Length the checkpoint was trained at, where its folder does not say."""

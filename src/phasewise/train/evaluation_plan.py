@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from phasewise.data import Corpus, Windows, load, tokenizer_of, windows
+from phasewise.data import Corpus, Windows, load, require_tokenizer_of, tokenizer_of, windows
 from phasewise.data.sources import TOKENIZED
 from phasewise.evaluate import Needle, passkeys
 from phasewise.evaluate.prefixed import Prefixed
@@ -109,6 +109,7 @@ class Plan:
         tokenizer = next((each for each in tokenizers if each != "bytes"), "bytes")
         measured = tuple(_windows(recipe, corpus) for corpus in corpora)
         for corpus, over in zip(corpora, measured, strict=True):
+            require_tokenizer_of(folder, corpus)
             _require_vocabulary(name, model.config.vocab_size, corpus, over)
         stages = read_history(folder)
         facts = Checkpoint(

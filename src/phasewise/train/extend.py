@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 from rich.console import Console
 from rich.progress import Progress, TaskID, TextColumn
 
-from phasewise.data import Batch, Corpus, Windows, batch, load, windows
+from phasewise.data import Batch, Corpus, Windows, batch, load, require_tokenizer_of, tokenizer_of, windows
 from phasewise.device import usable
 from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.encodings.spectral import Spectral
@@ -27,7 +27,7 @@ from phasewise.train.continuation import Begun, Continuation, ExtendRecipe, read
 from phasewise.train.extension import Continued, Extension, Measured, Report, draw
 from phasewise.train.folder import REPORT, begin, held, read, require_free, require_same, writing
 from phasewise.train.initial import Initial
-from phasewise.train.kept import keep
+from phasewise.train.kept import keep, keep_tokenizer
 from phasewise.train.loop import Diverged, cpu_threads, train
 from phasewise.train.processes import Processes
 from phasewise.train.recipe import PLACEMENT, TrainRecipe
@@ -106,9 +106,11 @@ def _prepare(recipe: ExtendRecipe, out: Path, processes: Processes) -> "_Work":
             f"length {recipe.length[0]} is not above {present.length}, at which {folder} was trained: "
             "choose a longer one"
         )
-    corpus = load(recipe.data, tokenizer=recipe.tokenizer)
+    tokenizer = recipe.tokenizer or tokenizer_of(folder, recipe.data)
+    corpus = load(recipe.data, tokenizer=tokenizer)
     if corpus.task is not None:
         raise ValueError(f"{corpus.name} has examples of one length: choose a corpus of documents")
+    require_tokenizer_of(folder, corpus)
     if corpus.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{corpus.name} has {corpus.vocab_size} kinds of tokens, the checkpoint {model.config.vocab_size}: "
@@ -121,6 +123,7 @@ def _prepare(recipe: ExtendRecipe, out: Path, processes: Processes) -> "_Work":
         model,
         present,
         history,
+        tokenizer,
         corpus,
         Begun(recipe=recipe, initial=initial, corpus_sha256=corpus.sha256),
     )
@@ -175,6 +178,7 @@ class _Work:
     model: Transformer
     present: Present
     history: tuple[Stage, ...]
+    tokenizer: str
     corpus: Corpus
     begun: Begun
 
@@ -233,7 +237,7 @@ class _Work:
     def training(self, length: int, steps: int, config: ModelConfig, initial: Initial) -> TrainRecipe:
         """The recipe of the training at one length."""
         shared = set(Continuation.model_fields) & set(TrainRecipe.model_fields)
-        settings = {name: getattr(self.recipe, name) for name in shared}
+        settings = {name: getattr(self.recipe, name) for name in shared} | {"tokenizer": self.tokenizer}
         return TrainRecipe(**settings, context=length, steps=steps, model=config, initial=initial)
 
     def plan(self, split: str, length: int, tokens: int) -> Windows:
@@ -323,6 +327,7 @@ class _Sitting:
 
     def _unchanged(self, model: Transformer, to: Path) -> None:
         on_disk.save(model, to)
+        keep_tokenizer(to, self.work.corpus)
         write_history(to, self.work.history)
 
     def _rule(self, model: Transformer, folder: Path, length: int) -> tuple[AnyFrequencies | None, int]:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from phasewise.data import Corpus
+from phasewise.data.sources import TOKENIZER
 from phasewise.model import Transformer
 from phasewise.model.folder import save
 from phasewise.model.history import Stage, read_history, write_history
+from phasewise.record import replacing
 from phasewise.train.recipe import TrainRecipe
 
 
@@ -23,4 +25,12 @@ def keep(model: Transformer, folder: Path, recipe: TrainRecipe, corpus: Corpus) 
         encoding=recipe.model.encoding,
     )
     save(model, folder)
+    keep_tokenizer(folder, corpus)
     write_history(folder, (*earlier, stage))
+
+
+def keep_tokenizer(folder: Path, corpus: Corpus) -> None:
+    """Write the tokenizer of a model's text beside it, unless that is bytes: whoever reads the model needs it."""
+    if corpus.tokenizer is not None:
+        with replacing(folder / TOKENIZER) as path:
+            path.write_text(corpus.tokenizer, encoding="utf-8")

@@ -1,0 +1,83 @@
+"""A model of tokens that a tokenizer made takes the tokenizer with it, so later commands need not be told."""
+
+import json
+
+import numpy as np
+import pytest
+
+from phasewise.cli import main
+from phasewise.data import load
+
+SENTENCE = "the sea was calm and grey under long low clouds ; nobody spoke ! a gull cried once -"
+WORDS = SENTENCE.split()
+SIZES = ["--width", "16", "--layers", "1", "--heads", "2", "--device", "cpu"]
+BUDGET = ["--context", "32", "--batch-size", "2", "--steps", "4", "--warmup", "1"]
+
+
+def phasewise(*arguments):
+    return main([str(each) for each in arguments])
+
+
+def values(folder):
+    return json.loads((folder / "report.json").read_text())["values"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two texts, and a model trained on shards of one in tokens of a BPE of its own."""
+    folder = tmp_path_factory.mktemp("tokens")
+    random = np.random.default_rng(0)
+    for name in ("one", "other"):
+        (folder / name).mkdir()
+        for split in ("train", "validation", "test"):
+            (folder / name / f"{split}.txt").write_text(" ".join(random.choice(WORDS, 4000)))
+    bpe = "bpe:300"
+    assert (
+        phasewise("tokenize", f"text:{folder / 'one'}", "--out", folder / "shards", "--tokenizer", bpe) == 0
+    )
+    data = f"shards:{folder / 'shards'}"
+    assert phasewise("train", "--data", data, "--out", folder / "run", *SIZES, *BUDGET) == 0
+    return folder
+
+
+def test_text_is_evaluated_in_the_tokens_that_a_model_was_trained_on(place, tmp_path):
+    text = f"text:{place / 'other' / 'test.txt'}"
+    options = ["--lengths", "64", "--tokens", "500", "--device", "cpu", "--no-figure"]
+    data = ["--data", text, f"shards:{place / 'shards'}"]
+    assert phasewise("evaluate", place / "run", *data, *options, "--out", tmp_path / "out") == 0
+    (row,) = values(tmp_path / "out")["rows"]
+    for loss in row["losses"]:
+        assert loss["corpus"]["unit"] == "token"
+        (bits,), (measured,) = loss["bits_per_byte"], loss["measurements"]
+        assert (
+            bits < 0.7 * measured["bits"]
+        )  # a token is several bytes, where bytes alone would give equal numbers
+    assert row["checkpoint"]["tokenizer"].endswith("tokenizer.json")
+
+
+def test_extending_needs_no_tokenizer_and_hands_it_on(place, tmp_path):
+    text = f"text:{place / 'other'}"
+    options = ["--length", "64", "--rule", "yarn", "--data", text, "--evaluate-tokens", "200", "--no-figure"]
+    options += ["--device", "cpu"]
+    for steps in ("0", "2"):
+        out = tmp_path / steps
+        short = ["--warmup", "1"]
+        assert phasewise("extend", place / "run", "--steps", steps, *short, *options, "--out", out) == 0
+        own = (place / "run" / "model" / "tokenizer.json").read_text()
+        assert (out / "model" / "tokenizer.json").read_text() == own
+    vocab_size = load(f"shards:{place / 'shards'}").vocab_size
+    assert values(tmp_path / "2")["corpus"]["vocab_size"] == vocab_size == 300
+
+
+def test_shards_of_another_tokenizer_are_refused(place, tmp_path, capsys):
+    shards = tmp_path / "shards"
+    data = f"text:{place / 'other'}"
+    (place / "other" / "train.txt").write_text("quite other words make other pairs " * 400)
+    assert phasewise("tokenize", data, "--out", shards, "--tokenizer", "bpe:300") == 0
+    capsys.readouterr()
+    options = ["--lengths", "64", "--tokens", "500", "--device", "cpu", "--no-figure"]
+    code = phasewise(
+        "evaluate", place / "run", "--data", f"shards:{shards}", *options, "--out", tmp_path / "out"
+    )
+    assert code == 2
+    assert "was made by another tokenizer than" in capsys.readouterr().err
