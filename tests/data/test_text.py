@@ -214,7 +214,12 @@ def test_text_that_is_not_utf8_serves_bytes_and_says_why_bpe_cannot(tmp_path: Pa
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        ("bpe:255", "bpe:255 is no vocabulary size; give at least the 256 bytes, as in bpe:8192"),
+        (
+            "bpe:255",
+            "bpe:255 is no vocabulary size; give from the 256 bytes to 1,048,576 tokens, as in bpe:8192",
+        ),
+        ("bpe:1048577", "bpe:1048577 is no vocabulary size"),
+        (f"bpe:{10**20}", "is no vocabulary size"),
         ("bpe:", "bpe: is no vocabulary size"),
         ("bpe", "bpe: is no vocabulary size"),
         ("words", 'no tokenizer .words.; give "bytes", "gpt2", "bpe:SIZE" or the path of a tokenizer.json'),

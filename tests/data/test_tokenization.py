@@ -97,13 +97,13 @@ def test_tokens_in_memory_and_in_shards_are_the_same(lines: Path, tmp_path: Path
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 def test_interrupted_work_goes_on_to_identical_shards(lines: Path, tmp_path: Path, tokenizer: str) -> None:
     origin = Origin(data=f"jsonl:{lines}", tokenizer=tokenizer, held_out=0.15)
-    tokenize(origin, tmp_path / "whole", shard_tokens=700)
+    whole = tokenize(origin, tmp_path / "whole", shard_tokens=700)
     sittings = 0
     while True:
         sittings += 1
         try:
             begun = tmp_path / "parts" / "progress.json"
-            learnt = 0 if tokenizer == "bytes" else DOCUMENTS
+            learnt = 0 if tokenizer == "bytes" else 2 * whole.splits["train"].documents
             skipped = json.loads(begun.read_text())["documents"] if begun.exists() else learnt
             stop = stopping_after(skipped + 1)
             tokenize(origin, tmp_path / "parts", shard_tokens=700, stop=stop)
@@ -321,8 +321,9 @@ def test_the_user_s_wish_to_stop_is_heard_while_a_tokenizer_learns_while_skippin
     origin = Origin(data=f"jsonl:{lines}", tokenizer="bpe:300", held_out=0.15)
     with pytest.raises(Interrupted, match="document 0, while the tokenizer was learning"):
         tokenize(origin, tmp_path / "out", stop=stopping_after(40))
+    whole = tokenize(origin, tmp_path / "whole")
     with pytest.raises(Interrupted, match=r"document \d\d$"):
-        tokenize(origin, tmp_path / "out", stop=stopping_after(DOCUMENTS + 2))
+        tokenize(origin, tmp_path / "out", stop=stopping_after(2 * whole.splits["train"].documents + 2))
     with pytest.raises(Interrupted, match=r"document \d\d$"):
         tokenize(origin, tmp_path / "out", stop=stopping_after(3))
     tokenize(origin, tmp_path / "out")

@@ -69,5 +69,10 @@ def tokenize(arguments: Sequence[str]) -> int:
         size = f"{part.text_bytes / part.tokens:.3f}" if part.text_bytes else ""
         table.add_row(split, f"{part.documents:,}", f"{part.tokens:,}", size, str(len(part.shards)))
     print_whole(table)
+    if (learned := index.learned) is not None:
+        print(
+            f"{origin.tokenizer} learned from {learned.documents:,} of {learned.of_documents:,} training documents, "
+            f"{learned.text_bytes:,} of {learned.of_text_bytes:,} bytes"
+        )
     print(f"{index.source}, {origin.tokenizer}, in {seconds:.0f} s: give --data shards:{options.out}")
     return 0

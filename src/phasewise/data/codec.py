@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 BYTES = 256
+LARGEST_TRAINED = 1 << 20
 PIECE = 4096
 PIECES_AT_ONCE = 512
 PLACE_TO_CUT = re.compile(r"[!-~](?=[ \n])")
@@ -66,8 +67,8 @@ def text_codec(name: str, training: Callable[[], Iterable[bytes]]) -> Codec:
     """The codec of that name for text: "bytes", "gpt2", "bpe:SIZE" or the path of a tokenizer.json.
 
     training: gives the documents that a BPE is trained on, asked only for "bpe:SIZE".
-    Raises ValueError for an unknown name, a size below the 256 bytes, a file that is no tokenizer, and a
-    missing package.
+    Raises ValueError for an unknown name, a size below the 256 bytes or above 2^20, a file that is no tokenizer,
+    and a missing package.
     """
     if name == "bytes":
         return Codec("bytes", "byte", BYTES, _bytes_to_tokens, _tokens_to_text)
@@ -196,8 +197,11 @@ def _byte_level(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 def _trained(training: Callable[[], Iterable[bytes]], size: str) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    if not size.isdecimal() or int(size) < BYTES:
-        raise ValueError(f"bpe:{size} is no vocabulary size; give at least the {BYTES} bytes, as in bpe:8192")
+    if not (size.isdecimal() and len(size) < 10 and BYTES <= int(size) <= LARGEST_TRAINED):
+        raise ValueError(
+            f"bpe:{size} is no vocabulary size; give from the {BYTES} bytes to {LARGEST_TRAINED:,} tokens, as in "
+            "bpe:8192"
+        )
     tokenizer = _byte_level(Tokenizer(models.BPE()))
     trainer = trainers.BpeTrainer(
         vocab_size=int(size), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False

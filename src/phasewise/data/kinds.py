@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from phasewise.data.codec import Codec, defined_codec, text_codec
 from phasewise.data.corpus import Split
@@ -39,6 +39,17 @@ class Origin(BaseModel):
     """Share of the documents for validation, and as many for test, where the data have no splits of their own."""
     seed: int = Field(default=0, ge=0)
     """Of that split."""
+    learn_from: int | None = Field(default=None, ge=1)
+    """Of bpe:SIZE: bytes of the training split that it is trained on at most, documents drawn by their hash;
+    None: 256 MiB."""
+
+    @model_validator(mode="after")
+    def _something_learns(self) -> Origin:
+        if self.learn_from is not None and not self.tokenizer.startswith("bpe:"):
+            raise ValueError(
+                f"tokenizer {self.tokenizer!r} is not trained: leave learn_from out, or give bpe:SIZE"
+            )
+        return self
 
     @property
     def kind(self) -> str:

@@ -47,9 +47,19 @@ class Part(Frozen):
     shards: tuple[Shard, ...]
 
 
+class Learned(Frozen):
+    """What a tokenizer was trained on: so many documents and UTF-8 bytes, out of all of the training split."""
+
+    documents: int
+    text_bytes: int
+    of_documents: int
+    of_text_bytes: int
+
+
 class Index(Frozen):
     """index.json: everything about the corpus but its tokens.
 
+    learned: None where the tokenizer was not trained on this corpus.
     tokenizer_sha256: of the codec; source_sha256: of all documents in order, each with its split.
     """
 
@@ -61,6 +71,7 @@ class Index(Frozen):
     vocab_size: int
     dtype: Literal["<u2", "<i4"]
     tokenizer_sha256: str
+    learned: Learned | None = None
     source_sha256: str
     splits: dict[str, Part]
 

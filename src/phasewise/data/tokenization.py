@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from phasewise.data.corpus import SPLITS, Corpus, Documents, sha256_of
 from phasewise.data.documents import Source, require_small, split_of
 from phasewise.data.kinds import Origin, for_training, make_codec, open_source
-from phasewise.data.shards import INDEX, TOKENIZER, Frozen, Index, Part, codec_in, read_index, verify
+from phasewise.data.sampling import MOST_LEARNED, drawn
+from phasewise.data.shards import INDEX, TOKENIZER, Frozen, Index, Learned, Part, codec_in, read_index, verify
 from phasewise.data.writing import Open, SplitWriter
 from phasewise.interrupt import Interrupted
 from phasewise.record import replacing
@@ -44,6 +45,7 @@ class Progress(Frozen):
     origin: Origin
     shard_tokens: int
     tokenizer_sha256: str
+    learned: Learned | None = None
     documents: int
     source_sha256: str
     splits: dict[str, Open]
@@ -127,6 +129,7 @@ def _tokenized(
         vocab_size=codec.vocab_size,
         dtype="<u2" if codec.dtype.itemsize == 2 else "<i4",
         tokenizer_sha256=codec.sha256,
+        learned=progress.learned,
         source_sha256=reading.sha256,
         splits=_complete(parts, origin, reading),
     )
@@ -151,7 +154,7 @@ def collect(origin: Origin, console: Console | None = None) -> Corpus:
         documents[split].append(content)
         size += len(content)
         require_small(size, origin.data)
-    codec = make_codec(origin, lambda: documents["train"])
+    codec = make_codec(origin, lambda: drawn(documents["train"], origin.learn_from or MOST_LEARNED)[0])
     is_text = codec.unit in TEXT_UNITS
     tokens: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     groups = [
@@ -297,18 +300,27 @@ def _begun(
     elif any(not each.name.startswith(f".{PROGRESS}.") for each in folder.iterdir()):
         raise ValueError(f"{folder} holds other files; choose a new folder")
 
-    def training() -> Iterator[bytes]:
-        for split, content in Reading(source, origin, console, "Learning from"):
+    learned = None
+
+    def heard(documents: Iterable[bytes]) -> Iterator[bytes]:
+        for each in documents:
             if stop():
                 raise Interrupted("document 0, while the tokenizer was learning")
-            if split == "train":
-                yield content
+            yield each
+
+    def training() -> Iterator[bytes]:
+        nonlocal learned
+        reading = Reading(source, origin, console, "Learning from")
+        split = heard(content for split, content in reading if split == "train")
+        chosen, learned = drawn(split, origin.learn_from or MOST_LEARNED)
+        yield from heard(chosen)
 
     codec = make_codec(origin, training)
     progress = Progress(
         origin=origin,
         shard_tokens=shard_tokens,
         tokenizer_sha256=codec.sha256,
+        learned=learned,
         documents=0,
         source_sha256="",
         splits={split: Open() for split in SPLITS},
