@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, TypeAdapter
@@ -237,7 +238,8 @@ class _Work:
     def training(self, length: int, steps: int, config: ModelConfig, initial: Initial) -> TrainRecipe:
         """The recipe of the training at one length."""
         shared = set(Continuation.model_fields) & set(TrainRecipe.model_fields)
-        settings = {name: getattr(self.recipe, name) for name in shared} | {"tokenizer": self.tokenizer}
+        settings: dict[str, Any] = {name: getattr(self.recipe, name) for name in shared}
+        settings["tokenizer"] = self.tokenizer
         return TrainRecipe(**settings, context=length, steps=steps, model=config, initial=initial)
 
     def plan(self, split: str, length: int, tokens: int) -> Windows:
