@@ -55,7 +55,7 @@ def test_polar_and_its_gradients_are_the_equation(dtype, kind, length, width, an
     grad = torch.randn(expected.shape, dtype=torch.float64, device=DEVICE).to(dtype)
     dx, dphase = torch.autograd.grad(expected, exact, grad.double())
     actual_dx = torch.empty_like(x)
-    actual_dphase = prepare.polar_backward(x, prepare.Turn.of(angle, phase), kind, grad, actual_dx)
+    actual_dphase = prepare.polar_backward(x, angle, phase, kind, grad, actual_dx)
     close(actual_dx, dx, dtype)
     close(actual_dphase, dphase, torch.float32)
 
@@ -77,7 +77,7 @@ def test_softplus_keeps_its_relative_precision_at_the_extremes():
     expected = polar(x.double(), angle.double(), None, "softplus")
     actual = prepare.polar(x, angle, None, "softplus")
     dx = torch.empty_like(x)
-    prepare.polar_backward(x, prepare.Turn.of(angle, None), "softplus", torch.ones_like(actual), dx)
+    prepare.polar_backward(x, angle, None, "softplus", torch.ones_like(actual), dx)
     assert ((actual.double() - expected).abs() <= 2e-6 * expected.abs() + 1e-37 + 2e-7 * magnitude(
         x.double(), "softplus").repeat(1, 1, 1, 2)).all()  # fmt: skip
     assert dx.isfinite().all()

@@ -38,6 +38,7 @@ STORED = [
     Case(37, 37, preparation="softplus", width=24, v_width=16),
     Case(33, 33, preparation="identity", causal=False, group=2),
     Case(17, 17, width=40, group=2),
+    Case(65, 65, preparation="softplus", width=8, v_width=8, rows=2),
 ]
 
 

@@ -4,7 +4,6 @@ One operator serves NoPE, RoPE and PoPE, so that what is saved for the gradient 
 angles, the phase, the output and its log-sum-exp; expanded queries and keys are made anew in the backward.
 """
 
-from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -85,83 +84,46 @@ def separable_backward(
     from phasewise.kernels import borrowed, prepare, stored
     from phasewise.kernels.tiles import Places, launch
 
-    dphase = q.new_zeros(0 if phase is None else phase.shape, dtype=torch.float32)
-    grads = tuple(prepare.expanded_like(x, x.shape[3]) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
-        return *(x.zero_() for x in grads), dphase
+        return (
+            *(prepare.expanded_like(x, x.shape[3]).zero_() for x in (q, k, v)),
+            q.new_zeros(0 if phase is None else phase.shape, dtype=torch.float32),
+        )
     q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
     polar = q_angle is not None and preparation != "rope"
     width = q.shape[3] * (2 if polar else 1)
     sizes = {"qk": width, "v": v.shape[3], "length": k.shape[2]}
-    rows, key_heads, group = q.shape[0], k.shape[1], q.shape[1] // k.shape[1]
-    if body == "cudnn" or (body == "flash" and group > 1 and width != v.shape[3]):
+    positions = (q_index, q_segment, k_index, k_segment)
+    if body == "cudnn" or (body == "flash" and q.shape[1] > k.shape[1] and width != v.shape[3]):
         # cuDNN's backward does not repeat its bits; flash-attn-4's refuses unequal widths with grouped heads.
         body = "triton"
-    positions = (q_index, q_segment, k_index, k_segment)
     chosen = launch(f"separable.{body}.backward", q, **sizes)["body"]
-    if (
-        window is not None
-        or slopes is not None
-        or q.shape[2] != k.shape[2]
-        or any(x is not None for x in positions)
-    ):
+    square = q.shape[2] == k.shape[2] and window is None
+    if slopes is not None or any(x is not None for x in positions) or not square:
         chosen = body
-    # What is wide exists for a part of the heads at a time.
-    at_once = -(-rows * key_heads // 4) if polar else rows * key_heads
+    q2, k2 = _prepared(q, k, q_angle, k_angle, phase, preparation, factor)
+    dv = prepare.expanded_like(v, v.shape[3])
+    # What is wide exists once: a gradient takes the place of what it is of, where the body has read that by then.
+    dq2 = q2 if polar and chosen != "triton" else prepare.expanded_like(q2, width)
+    dk2 = k2 if polar and chosen == "flash" else prepare.expanded_like(k2, width)
+    arguments = (q2, k2, v, out, lse, dout, dlse, (dq2, dk2, dv))
     if chosen == "stored":
-        at_once = stored.heads_at_once(
-            q, k, v, launch("separable.score_grad", q, **sizes)["SIDE"], causal=causal
-        )
-    for some, key_part in _pieces(rows, key_heads, at_once):
-        part = slice(key_part.start * group, key_part.stop * group)
-        q_angle_part, k_angle_part, *positions_part = (_rows(x, some) for x in (q_angle, k_angle, *positions))
-        phase_part = None if phase is None else phase[part]
-        raw_q, raw_k = q[some, part], k[some, key_part]
-        q2, k2 = _prepared(raw_q, raw_k, q_angle_part, k_angle_part, phase_part, preparation, factor)
-        dq, dk, dv = grads[0][some, part], grads[1][some, key_part], grads[2][some, key_part]
-        wide = dq, dk
-        if preparation != "none":
-            wide = prepare.expanded_like(q2, width), prepare.expanded_like(k2, width)
-        arguments = (q2, k2, v[some, key_part], out[some, part], lse[some, part], dout[some, part])
-        arguments = (*arguments, None if dlse is None else dlse[some, part], (*wide, dv))
-        if chosen == "stored":
-            stored.backward(*arguments, scale=scale, causal=causal)
-        elif chosen == "flash":
-            borrowed.flash_backward(*arguments, scale=scale, causal=causal, window=window)
-        else:
-            places = Places.of(raw_q, raw_k, *positions_part)
-            some_slopes = None if slopes is None else slopes[part]
-            own.backward(
-                *arguments, scale=scale, causal=causal, window=window, places=places, slopes=some_slopes
-            )
-        if q_angle_part is None or k_angle_part is None:
-            continue
-        if preparation == "rope":
-            prepare.rotate(wide[0], q_angle_part, factor, back=True, out=dq)
-            prepare.rotate(wide[1], k_angle_part, factor, back=True, out=dk)
-            continue
-        turned = prepare.polar_backward(
-            raw_q, prepare.Turn.of(q_angle_part, phase_part), preparation, wide[0], dq
-        )
-        prepare.polar_backward(raw_k, prepare.Turn.of(k_angle_part, None), preparation, wide[1], dk)
-        if turned is not None:
-            dphase[part] += turned
-    return *grads, dphase
-
-
-def _pieces(rows: int, heads: int, at_once: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and heads in pieces of about `at_once` heads: whole rows, or heads of one row."""
-    if at_once >= heads:
-        step = at_once // heads
-        yield from ((slice(row, min(row + step, rows)), slice(0, heads)) for row in range(0, rows, step))
+        stored.backward(*arguments, scale=scale, causal=causal)
+    elif chosen == "flash":
+        borrowed.flash_backward(*arguments, scale=scale, causal=causal, window=window)
     else:
-        for row in range(rows):
-            starts = range(0, heads, at_once)
-            yield from ((slice(row, row + 1), slice(head, min(head + at_once, heads))) for head in starts)
-
-
-def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
-    return x if x is None or x.shape[0] == 1 else x[rows]
+        places = Places.of(q, k, *positions)
+        own.backward(*arguments, scale=scale, causal=causal, window=window, places=places, slopes=slopes)
+    dq, dk, dphase = dq2, dk2, None
+    if q_angle is not None and k_angle is not None:
+        dq, dk = prepare.expanded_like(q, q.shape[3]), prepare.expanded_like(k, k.shape[3])
+        if polar:
+            dphase = prepare.polar_backward(q, q_angle, phase, preparation, dq2, dq)
+            prepare.polar_backward(k, k_angle, None, preparation, dk2, dk)
+        else:
+            prepare.rotate(dq2, q_angle, factor, back=True, out=dq)
+            prepare.rotate(dk2, k_angle, factor, back=True, out=dk)
+    return dq, dk, dv, q.new_zeros(0, dtype=torch.float32) if dphase is None else dphase
 
 
 @separable_backward.register_fake

@@ -1,39 +1,58 @@
 """Queries and keys as plain attention wants them: PoPE's Cartesian form and RoPE's rotation, with their gradients.
 
 Letters: B rows, H heads, T places, D channels, n angles. One pass over memory, float32 inside, one rounding at the
-end. Angles arrive reduced to [-pi, pi] and are shared by the heads, so a program computes their sines once for
-`HEADS` of them. Nothing but the raw input is needed for the gradients.
+end. Angles arrive reduced to [-pi, pi] and are shared by the heads, so a program reads them once for `HEADS` of
+them. FAST kernels, for half precision, leave sines, exponentials and reciprocals to the hardware. Nothing but the
+raw input is needed for the gradients.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from phasewise.kernels.tiles import LOG2E
+
 MAGNITUDES = ("softplus", "relu", "identity")
 
 
 @triton.jit
-def log1p(x):
-    """ln(1 + x) for x in [0, 1] to 2.1e-7 of its value: x times a least-squares polynomial of degree 8."""
-    series = 0.0051058258 * x - 0.0289919564
-    series = series * x + 0.0773807384
-    series = series * x - 0.135906002
-    series = series * x + 0.190713096
-    series = series * x - 0.248339455
-    series = series * x + 0.333179343
-    series = series * x - 0.499994357
-    return (series * x + 0.999999965) * x
+def instruction(x, PTX: tl.constexpr):
+    """One float32 instruction of the hardware's."""
+    return tl.inline_asm_elementwise(PTX, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def magnitude(x, KIND: tl.constexpr):
+def log1p(x, FAST: tl.constexpr):
+    """ln(1 + x) for x in [0, 1] to 2.1e-7 of its value, or 8.4e-6 FAST: x times a fitted polynomial."""
+    if FAST:
+        series = -0.0238691252 * x + 0.101222217
+        series = series * x - 0.210048631
+        series = series * x + 0.325206667
+        series = series * x - 0.499361366
+        return (series * x + 0.999991596) * x
+    else:
+        series = 0.0051058258 * x - 0.0289919564
+        series = series * x + 0.0773807384
+        series = series * x - 0.135906002
+        series = series * x + 0.190713096
+        series = series * x - 0.248339455
+        series = series * x + 0.333179343
+        series = series * x - 0.499994357
+        return (series * x + 0.999999965) * x
+
+
+@triton.jit
+def magnitude(x, KIND: tl.constexpr, FAST: tl.constexpr = False):
     """The magnitude of a channel and its derivative."""
     if KIND == "softplus":
-        small = tl.exp(-tl.abs(x))
-        return tl.maximum(x, 0.0) + log1p(small), tl.where(x >= 0.0, 1.0, small) / (1.0 + small)
+        if FAST:
+            small = instruction(tl.abs(x) * -LOG2E, "ex2.approx.ftz.f32 $0, $1;")
+            part = instruction(1.0 + small, "rcp.approx.ftz.f32 $0, $1;")
+        else:
+            small = tl.exp(-tl.abs(x))
+            part = 1.0 / (1.0 + small)
+        return tl.maximum(x, 0.0) + log1p(small, FAST), tl.where(x >= 0.0, part, small * part)
     elif KIND == "relu":
         return tl.maximum(x, 0.0), tl.where(x > 0.0, 1.0, 0.0)
     else:
@@ -41,20 +60,21 @@ def magnitude(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def load_turn(angle_ptr, row_offset, t, c, T, n):
-    """cos and sin of the angles of places t and channels c."""
-    inside = (t[:, None] < T) & (c[None, :] < n)
-    angle = tl.load(angle_ptr + row_offset + t[:, None].to(tl.int64) * n + c[None, :], inside, other=0.0)
-    return tl.cos(angle), tl.sin(angle)
+def turn(angle, FAST: tl.constexpr):
+    """cos and sin; FAST takes the hardware's, 5e-7 off for an angle within a turn."""
+    if FAST:
+        return instruction(angle, "cos.approx.ftz.f32 $0, $1;"), instruction(
+            angle, "sin.approx.ftz.f32 $0, $1;"
+        )
+    else:
+        return tl.cos(angle), tl.sin(angle)
 
 
 @triton.jit
-def turn_back(cos, sin, phase_cos_ptr, phase_sin_ptr, h, c, H, n):
-    """cos and sin of angle - phase: the phases of one head, subtracted."""
-    keep = (c < n) & (h < H)
-    phase_cos = tl.load(phase_cos_ptr + h * n + c, keep, other=1.0)[None, :]
-    phase_sin = tl.load(phase_sin_ptr + h * n + c, keep, other=0.0)[None, :]
-    return cos * phase_cos + sin * phase_sin, sin * phase_cos - cos * phase_sin
+def load_angle(angle_ptr, row_offset, t, c, T, n):
+    """The angles of places t and channels c."""
+    inside = (t[:, None] < T) & (c[None, :] < n)
+    return tl.load(angle_ptr + row_offset + t[:, None].to(tl.int64) * n + c[None, :], inside, other=0.0)
 
 
 @triton.jit
@@ -73,115 +93,124 @@ def program(tiles, groups):
 
 @triton.jit
 def polar_kernel(
-    x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, phase_cos_ptr, phase_sin_ptr, H, T, D,
-    KIND: tl.constexpr, PHASE: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, phase_ptr, H, T, D,
+    KIND: tl.constexpr, PHASE: tl.constexpr, FAST: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """x [B, H, T, D] -> [mu cos, mu sin] [B, H, T, 2 D]."""
-    tile, b, group = program(tl.cdiv(T, BLOCK_T), tl.cdiv(H, HEADS))
+    tile, b, group = program(tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_D)
     inside = (t[:, None] < T) & (c[None, :] < D)
     first = group * HEADS
-    x = tl.load(tile_of(x_ptr, x_strides, b, first, t, c), inside, other=0.0)
-    cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, D)
+    x_at = tile_of(x_ptr, x_strides, b, first, t, c)
+    out_at = tile_of(out_ptr, out_strides, b, first, t, c)
+    x = tl.load(x_at, inside, other=0.0)
+    angle = load_angle(angle_ptr, b * angle_row, t, c, T, D)
+    cos, sin = turn(angle, FAST)
     for head in range(HEADS):
-        h = first + head
         # The next head is on its way before this one is stored.
-        following = tl.load(tile_of(x_ptr, x_strides, b, h + 1, t, c), inside & (h + 1 < H), other=0.0)
-        mu, _ = magnitude(x.to(tl.float32), KIND)
-        head_cos, head_sin = cos, sin
+        x_at += x_strides[1]
+        following = tl.load(x_at, inside & (head + 1 < HEADS), other=0.0)
+        mu, _ = magnitude(x.to(tl.float32), KIND, FAST)
         if PHASE:
-            head_cos, head_sin = turn_back(cos, sin, phase_cos_ptr, phase_sin_ptr, h, c, H, D)
-        out_at = tile_of(out_ptr, out_strides, b, h, t, c)
-        tl.store(out_at, (mu * head_cos).to(out_ptr.dtype.element_ty), inside & (h < H))
-        tl.store(out_at + D, (mu * head_sin).to(out_ptr.dtype.element_ty), inside & (h < H))
+            cos, sin = turn(
+                angle - tl.load(phase_ptr + (first + head) * D + c, c < D, other=0.0)[None, :], FAST
+            )
+        tl.store(out_at, (mu * cos).to(out_ptr.dtype.element_ty), inside)
+        tl.store(out_at + D, (mu * sin).to(out_ptr.dtype.element_ty), inside)
+        out_at += out_strides[1]
         x = following
 
 
 @triton.jit
 def polar_backward_kernel(
-    x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, partial_ptr,
-    cos_ptr, sin_ptr, turn_row, phase_cos_ptr, phase_sin_ptr, H, T, D,
-    KIND: tl.constexpr, PHASE: tl.constexpr, TILES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, partial_ptr, angle_ptr, angle_row, phase_ptr, H, T, D,
+    KIND: tl.constexpr, PHASE: tl.constexpr, FAST: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x for TILES tiles of one head and, per program, of its phases: partial [B, programs, H, D]."""
-    programs = tl.cdiv(T, TILES * BLOCK_T)
-    tile, b, h = program(programs, H)
+    """Gradients of x and, per tile, of the phases: partial [B, tiles, H, D]."""
+    tiles = tl.cdiv(T, BLOCK_T)
+    tile, b, group = program(tiles, H // HEADS)
+    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_D)
-    t = tile * TILES * BLOCK_T + tl.arange(0, BLOCK_T)
-    turned = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    phase_cos, phase_sin = 1.0, 0.0
-    if PHASE:
-        phase_cos = tl.load(phase_cos_ptr + h * D + c, c < D, other=1.0)[None, :]
-        phase_sin = tl.load(phase_sin_ptr + h * D + c, c < D, other=0.0)[None, :]
-    for _ in tl.range(0, TILES, num_stages=2):
-        inside = (t[:, None] < T) & (c[None, :] < D)
-        grad_at = tile_of(grad_ptr, grad_strides, b, h, t, c)
-        turn_at = b * turn_row + t[:, None].to(tl.int64) * D + c[None, :]
-        x = tl.load(tile_of(x_ptr, x_strides, b, h, t, c), inside, other=0.0).to(tl.float32)
+    inside = (t[:, None] < T) & (c[None, :] < D)
+    first = group * HEADS
+    x_at = tile_of(x_ptr, x_strides, b, first, t, c)
+    grad_at = tile_of(grad_ptr, grad_strides, b, first, t, c)
+    dx_at = tile_of(dx_ptr, dx_strides, b, first, t, c)
+    angle = load_angle(angle_ptr, b * angle_row, t, c, T, D)
+    cos, sin = turn(angle, FAST)
+    for head in range(HEADS):
+        x = tl.load(x_at, inside, other=0.0).to(tl.float32)
         grad_cos = tl.load(grad_at, inside, other=0.0).to(tl.float32)
         grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0).to(tl.float32)
-        cos = tl.load(cos_ptr + turn_at, inside, other=0.0)
-        sin = tl.load(sin_ptr + turn_at, inside, other=0.0)
+        mu, slope = magnitude(x, KIND, FAST)
         if PHASE:
-            cos, sin = cos * phase_cos + sin * phase_sin, sin * phase_cos - cos * phase_sin
-        mu, slope = magnitude(x, KIND)
+            h = first + head
+            cos, sin = turn(angle - tl.load(phase_ptr + h * D + c, c < D, other=0.0)[None, :], FAST)
+            turned = tl.sum(mu * (grad_cos * sin - grad_sin * cos), 0)
+            tl.store(partial_ptr + ((b * tiles + tile) * H + h) * D + c, turned, c < D)
         dx = (grad_cos * cos + grad_sin * sin) * slope
-        tl.store(tile_of(dx_ptr, dx_strides, b, h, t, c), dx.to(dx_ptr.dtype.element_ty), inside)
-        if PHASE:
-            turned += mu * (grad_cos * sin - grad_sin * cos)
-        t += BLOCK_T
-    if PHASE:
-        row = (b * programs + tile) * H + h
-        tl.store(partial_ptr + row * D + c, tl.sum(turned, 0), c < D)
+        tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), inside)
+        x_at += x_strides[1]
+        grad_at += grad_strides[1]
+        dx_at += dx_strides[1]
 
 
 @triton.jit
 def rotate_kernel(
     x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, factor, H, T, D, n,
-    BACK: tl.constexpr, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BACK: tl.constexpr, FAST: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """x [B, H, T, D] with the pairs (c, c + n), c < n, turned (back) and scaled; channels from 2 n on as they are."""
-    tile, b, group = program(tl.cdiv(T, BLOCK_T), tl.cdiv(H, HEADS))
+    tile, b, group = program(tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_N)
     inside = (t[:, None] < T) & (c[None, :] < n)
-    cos, sin = load_turn(angle_ptr, b * angle_row, t, c, T, n)
+    cos, sin = turn(load_angle(angle_ptr, b * angle_row, t, c, T, n), FAST)
     cos *= factor
     sin *= -factor if BACK else factor
+    first_at = tile_of(x_ptr, x_strides, b, group * HEADS, t, c)
+    out_at = tile_of(out_ptr, out_strides, b, group * HEADS, t, c)
+    kind = out_ptr.dtype.element_ty
     for head in range(HEADS):
-        h = group * HEADS + head
-        keep = inside & (h < H)
-        first_at = tile_of(x_ptr, x_strides, b, h, t, c)
-        first = tl.load(first_at, keep, other=0.0).to(tl.float32)
-        second = tl.load(first_at + n * x_strides[3], keep, other=0.0).to(tl.float32)
-        out_at = tile_of(out_ptr, out_strides, b, h, t, c)
-        kind = out_ptr.dtype.element_ty
-        tl.store(out_at, (first * cos - second * sin).to(kind), keep)
-        tl.store(out_at + n * out_strides[3], (second * cos + first * sin).to(kind), keep)
+        first = tl.load(first_at, inside, other=0.0).to(tl.float32)
+        second = tl.load(first_at + n * x_strides[3], inside, other=0.0).to(tl.float32)
+        tl.store(out_at, (first * cos - second * sin).to(kind), inside)
+        tl.store(out_at + n * out_strides[3], (second * cos + first * sin).to(kind), inside)
         if BLOCK_REST > 0:
             rest = 2 * n + tl.arange(0, BLOCK_REST)
-            keep_rest = (t[:, None] < T) & (rest[None, :] < D) & (h < H)
-            passing = tl.load(tile_of(x_ptr, x_strides, b, h, t, rest), keep_rest)
-            tl.store(tile_of(out_ptr, out_strides, b, h, t, rest), passing, keep_rest)
+            keep_rest = (t[:, None] < T) & (rest[None, :] < D)
+            passing = tl.load(tile_of(x_ptr, x_strides, b, group * HEADS + head, t, rest), keep_rest)
+            tl.store(tile_of(out_ptr, out_strides, b, group * HEADS + head, t, rest), passing, keep_rest)
+        first_at += x_strides[1]
+        out_at += out_strides[1]
 
 
-def _grid(x: Tensor, columns: int) -> tuple[tuple[int], dict[str, int]]:
+def _grid(x: Tensor, elements: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
+    """Programs of `elements` elements and as many heads, up to eight, as divide all of them."""
     rows, heads, length, _ = x.shape
-    block_t = max(1, min(triton.next_power_of_2(length), 2048 // columns))
-    group = min(heads, 8)
-    programs = triton.cdiv(length, block_t) * rows * triton.cdiv(heads, group)
-    return (programs,), {"HEADS": group, "BLOCK_T": block_t, "num_warps": 8}
+    block_t = max(1, min(triton.next_power_of_2(length), elements // columns))
+    group = max(count for count in range(1, 9) if heads % count == 0)
+    return (triton.cdiv(length, block_t) * rows * (heads // group),), {"HEADS": group, "BLOCK_T": block_t}
+
+
+def _fast(x: Tensor) -> bool:
+    """Whether the hardware's functions are good enough: for half precision."""
+    return x.is_cuda and x.dtype != torch.float32
+
+
+def _row(angle: Tensor) -> int:
+    """Elements from one row's angles to the next one's; 0 where one row serves the batch."""
+    return angle.stride(0) if angle.shape[0] > 1 else 0
 
 
 def expanded_like(x: Tensor, width: int) -> Tensor:
     """Uninitialised `[B, H, T, width]`, stored place by place with the heads side by side."""
     rows, heads, length, _ = x.shape
     return x.new_empty(rows, length, heads, width).transpose(1, 2)
-
-
-def _turn(phase: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if phase is None else (phase.cos(), phase.sin())
 
 
 def polar(x: Tensor, angle: Tensor, phase: Tensor | None, kind: str) -> Tensor:
@@ -192,46 +221,32 @@ def polar(x: Tensor, angle: Tensor, phase: Tensor | None, kind: str) -> Tensor:
     width = x.shape[3]
     out = expanded_like(x, 2 * width)
     block_d = triton.next_power_of_2(width)
-    grid, meta = _grid(x, block_d)
+    grid, meta = _grid(x, 2048, block_d)
     polar_kernel[grid](
-        x, x.stride(), out, out.stride(), angle, angle.stride(0) if angle.shape[0] > 1 else 0, *_turn(phase),
-        x.shape[1], x.shape[2], width, KIND=kind, PHASE=phase is not None, BLOCK_D=block_d, **meta,
+        x, x.stride(), out, out.stride(), angle, _row(angle), phase, x.shape[1], x.shape[2], width,
+        KIND=kind, PHASE=phase is not None, FAST=_fast(x), BLOCK_D=block_d, num_warps=8, **meta,
     )  # fmt: skip
     return out
 
 
-@dataclass(frozen=True)
-class Turn:
-    """float32 cosines and sines `[B | 1, T, D]` of PoPE's angles, and `[H, D]` of its phases or None."""
-
-    cos: Tensor
-    sin: Tensor
-    phase: tuple[Tensor, Tensor] | None
-
-    @classmethod
-    def of(cls, angle: Tensor, phase: Tensor | None) -> "Turn":
-        angle = angle.contiguous()
-        return cls(angle.cos(), angle.sin(), None if phase is None else (phase.cos(), phase.sin()))
-
-
-def polar_backward(x: Tensor, turn: Turn, kind: str, grad: Tensor, dx: Tensor) -> Tensor | None:
+def polar_backward(
+    x: Tensor, angle: Tensor, phase: Tensor | None, kind: str, grad: Tensor, dx: Tensor
+) -> Tensor | None:
     """Write the gradient of x into dx, given that of `polar`'s output; return that of the phase, `[H, D]`.
 
     No atomics: programs leave partial sums, which are added in a fixed order.
     """
     rows, heads, length, width = x.shape
     block_d = triton.next_power_of_2(width)
-    block_t = max(1, 2048 // block_d)
-    tiles = 8 if length * rows * heads * block_d > 2**22 else 1
-    programs = triton.cdiv(length, block_t * tiles)
+    grid, meta = _grid(x, 1024, block_d)
     partial = None
-    if turn.phase is not None:
-        partial = torch.empty(rows, programs, heads, width, dtype=torch.float32, device=x.device)
-    polar_backward_kernel[(programs * heads * rows,)](
-        x, x.stride(), grad, grad.stride(), dx, dx.stride(), partial,
-        turn.cos, turn.sin, turn.cos.stride(0) if turn.cos.shape[0] > 1 else 0, *(turn.phase or (None, None)),
-        heads, length, width, KIND=kind, PHASE=turn.phase is not None, TILES=tiles, BLOCK_T=block_t, BLOCK_D=block_d,
-        num_warps=8,
+    if phase is not None:
+        tiles = triton.cdiv(length, meta["BLOCK_T"])
+        partial = torch.empty(rows, tiles, heads, width, dtype=torch.float32, device=x.device)
+    polar_backward_kernel[grid](
+        x, x.stride(), grad, grad.stride(), dx, dx.stride(), partial, angle, _row(angle), phase,
+        heads, length, width, KIND=kind, PHASE=phase is not None, FAST=_fast(x), BLOCK_D=block_d,
+        num_warps=1, **meta,
     )  # fmt: skip
     return None if partial is None else partial.sum((0, 1))
 
@@ -247,10 +262,10 @@ def rotate(
     out = expanded_like(x, width) if out is None else out
     block_n = triton.next_power_of_2(n)
     rest = width - 2 * n
-    grid, meta = _grid(x, 2 * block_n)
+    grid, meta = _grid(x, 2048, 2 * block_n)
     rotate_kernel[grid](
-        x, x.stride(), out, out.stride(), angle, angle.stride(0) if angle.shape[0] > 1 else 0, factor,
-        x.shape[1], x.shape[2], width, n, BACK=back, BLOCK_N=block_n,
-        BLOCK_REST=triton.next_power_of_2(rest) if rest else 0, **meta,
+        x, x.stride(), out, out.stride(), angle, _row(angle), factor, x.shape[1], x.shape[2], width, n,
+        BACK=back, FAST=_fast(x), BLOCK_N=block_n, BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
+        num_warps=8, **meta,
     )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ its first SIDE keys with all visible blocks of queries, then those of the next k
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -120,23 +121,43 @@ def key_product_kernel(
     tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), (s[:, None] < T) & (e[None, :] < E))
 
 
-def heads_at_once(q: Tensor, k: Tensor, v: Tensor, side: int, *, causal: bool) -> int:
-    """As many key heads as make ds take the memory of q, k and v, at least one."""
-    sides = triton.cdiv(q.shape[2], side)
-    blocks = sides * (sides + 1) // 2 if causal else sides * sides
-    group = q.shape[1] // k.shape[1]
-    return max(1, round((q.numel() + k.numel() + v.numel()) / (group * blocks * side * side)))
+def pieces(q: Tensor, key_heads: int, *, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Rows and key heads, at least one, with as many visible pairs as q has elements: whole rows, or heads of one."""
+    rows, heads, length, _ = q.shape
+    at_once = max(1, q.numel() * (2 if causal else 1) // (heads // key_heads * length**2))
+    if at_once >= key_heads:
+        step = triton.cdiv(rows, triton.cdiv(rows, at_once // key_heads))
+        yield from ((slice(row, min(row + step, rows)), slice(0, key_heads)) for row in range(0, rows, step))
+    else:
+        step = triton.cdiv(key_heads, triton.cdiv(key_heads, at_once))
+        starts = range(0, key_heads, step)
+        for row in range(rows):
+            yield from ((slice(row, row + 1), slice(head, min(head + step, key_heads))) for head in starts)
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     into: tuple[Tensor, Tensor, Tensor], *, scale: float, causal: bool,
 ) -> None:  # fmt: skip
-    """`body.backward` for as many queries as keys, no window, no positions and no slopes."""
+    """`body.backward` for as many queries as keys, no window, no positions and no slopes; dq may be q itself."""
+    delta = row_deltas(out, dout, dlse)
+    group = q.shape[1] // k.shape[1]
+    for rows, keys in pieces(q, k.shape[1], causal=causal):
+        queries = slice(keys.start * group, keys.stop * group)
+        _backward(
+            q[rows, queries], k[rows, keys], v[rows, keys], lse[rows, queries], delta[rows, queries],
+            dout[rows, queries], (into[0][rows, queries], into[1][rows, keys], into[2][rows, keys]),
+            scale=scale, causal=causal,
+        )  # fmt: skip
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dout: Tensor,
+    into: tuple[Tensor, Tensor, Tensor], *, scale: float, causal: bool,
+) -> None:  # fmt: skip
     rows, heads, length, width = q.shape
     key_heads, value_width = v.shape[1], v.shape[3]
     dq, dk, dv = into
-    delta = row_deltas(out, dout, dlse)
     meta, query_meta, key_meta = (
         launch(f"separable.{name}", q, qk=width, v=value_width, length=length)
         for name in ("score_grad", "query_product", "key_product")
@@ -161,6 +182,11 @@ def backward(
         KEY_HEADS=key_heads, D=value_width, scale_log2=scale * math.log2(math.e), BLOCK_D=block_d,
         **(shared | meta),
     )  # fmt: skip
+    key_product_kernel[(rows * key_heads, sides)](
+        stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), KEY_HEADS=key_heads, **products,
+        **key_meta,
+    )  # fmt: skip
+    # After the key product, which reads q: dq may take its place.
     query_product_kernel[(rows * heads, sides)](
         stored(query_n, side),
         describe(k, query_n, block_e),
@@ -170,7 +196,3 @@ def backward(
         **products,
         **query_meta,
     )
-    key_product_kernel[(rows * key_heads, sides)](
-        stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), KEY_HEADS=key_heads, **products,
-        **key_meta,
-    )  # fmt: skip
