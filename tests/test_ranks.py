@@ -14,6 +14,7 @@ RANKS = {
     "record": 0,
     "interrupt": 0,
     "device": 0,
+    "memory": 0,
     "frequencies_hf": 1,
     "encodings": 1,
     "kernels": 1,

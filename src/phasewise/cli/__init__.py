@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from phasewise.interrupt import starting
+from phasewise.memory import shortage, within_machine
 
 with starting():
     from phasewise.cli.advise import advise
@@ -57,12 +58,16 @@ def _run(arguments: Sequence[str] | None) -> int:
     if name not in COMMANDS:
         return leave(f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", BAD_INPUT)
     try:
-        return COMMANDS[name](rest)
+        with within_machine():
+            return COMMANDS[name](rest)
     except BrokenPipeError:
         raise
     except Left as end:
         return leave(str(end), end.code)
-    except (ValueError, OSError) as error:
-        return leave(one_line(error), BAD_INPUT)
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        said = shortage(error)
+        if said is None and isinstance(error, RuntimeError):
+            raise
+        return leave(said or one_line(error), BAD_INPUT)
     except KeyboardInterrupt:
         return leave("interrupted", INTERRUPTED)

@@ -15,6 +15,7 @@ from phasewise.data import Batch, Corpus, Windows
 from phasewise.device import usable
 from phasewise.evaluate import Measurement, Retrieval, TaskScore, measure, retrieve
 from phasewise.interrupt import Interrupted, stoppable
+from phasewise.memory import shortage
 from phasewise.record import record, replacing
 from phasewise.train.evaluation_plan import Plan, Subject
 from phasewise.train.evaluation_recipe import Begun, EvaluateRecipe, read_begun
@@ -217,11 +218,13 @@ class _Sitting:
         started = perf_counter()
         try:
             value = work(advance)
-        except torch.OutOfMemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if shortage(error) is None:
+                raise
             raise ValueError(
                 f"{title} does not fit into the memory of {self.plan.device}: lower batch_tokens or lengths, or "
                 "give dtype bfloat16"
-            ) from error
+            ) from None
         part = _Part(seconds=perf_counter() - started, value=value)
         with replacing(path) as unfinished:
             unfinished.write_text(part.model_dump_json(indent=2) + "\n", encoding="utf-8")
