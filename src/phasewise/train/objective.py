@@ -1,5 +1,6 @@
 """What a training step minimises, and how the model computes it: precision, compilation, recomputation."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,14 +27,12 @@ class Objective(nn.Module):
         self.model = model
         self.sharding = sharding
         self.narrow = recipe.precision == "bfloat16"
-        self.loss = (
-            torch.compile(summed_loss, dynamic=False, fullgraph=True) if recipe.compile else summed_loss
-        )
+        self.loss = compiled(summed_loss) if recipe.compile else summed_loss
         for block in model.blocks:
             forward = block.forward
             if recipe.compile:
                 # What processes say to each other is left out of the graph.
-                forward = torch.compile(forward, dynamic=False, fullgraph=sharding is None)
+                forward = compiled(forward, whole=sharding is None)
             if recipe.recompute:
                 forward = partial(checkpoint, forward, use_reentrant=False)
             block.forward = forward
@@ -55,6 +54,17 @@ class Served(nn.Module):
     def forward(self, tokens: Tensor, *, at: Positions | None = None) -> Tensor:
         with autocast(tokens.device, self.narrow):
             return self.model(tokens, at=at)
+
+
+def compiled(function: Callable[..., Tensor], *, whole: bool = True) -> Callable[..., Tensor]:
+    """The function compiled for the shapes it is given; whole: as one graph.
+
+    DDP would have graphs cut where its buckets end, but a block is small enough for its gradients to be ready at
+    once.
+    """
+    from torch._dynamo import config
+
+    return config.patch(optimize_ddp=False)(torch.compile(function, dynamic=False, fullgraph=whole))
 
 
 def autocast(device: torch.device, narrow: bool) -> torch.autocast:
