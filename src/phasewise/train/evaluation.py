@@ -245,12 +245,13 @@ def _corpus_loss(corpus: Corpus, over: tuple[Windows, ...], found: tuple[Measure
         corpus=CorpusFacts.of(corpus, over[0].split),
         task=corpus.task is not None,
         measurements=found,
-        bits_per_byte=None
-        if corpus.bytes_per_token is None
-        else tuple(
-            measured.bits * measured.tokens / _bytes(each) for measured, each in zip(found, over, strict=True)
-        ),
+        bits_per_byte=None if corpus.bytes_per_token is None else _bits_per_byte(found, _bytes(over[0])),
     )
+
+
+def _bits_per_byte(found: tuple[Measurement, ...], size: int) -> tuple[float, ...]:
+    """Of every length: all score the same tokens, whose text has `size` bytes."""
+    return tuple(measured.bits * measured.tokens / size for measured in found)
 
 
 def _bytes(over: Windows) -> int:

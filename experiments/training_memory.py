@@ -1,0 +1,80 @@
+"""Memory of a training step by length: `python -m experiments.training_memory results/training/memory-h200.json`.
+
+One row of the length, a model of 25 million parameters without its vocabulary of 8192, bfloat16 on float32 weights,
+blocks as they are written and computed again in the backward pass. Each figure is written when it is measured.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from phasewise.data import batch
+from phasewise.data.corpus import Corpus, Documents
+from phasewise.device import usable
+from phasewise.encodings import named
+from phasewise.model import ModelConfig
+from phasewise.record import record
+from phasewise.train.prefetch import ahead
+from phasewise.train.processes import Processes
+from phasewise.train.recipe import TrainRecipe
+from phasewise.train.sizes import SIZES
+from phasewise.train.trainer import Trainer
+
+ENCODINGS, LENGTHS = ("rope", "pope", "tapa"), tuple(2**power for power in range(10, 18))
+VOCABULARY = 8192
+GIB = 2**30
+
+
+def recipe(encoding: str, length: int, *, recompute: bool, size: str = "25M") -> TrainRecipe:
+    """The recipe of one step."""
+    model = ModelConfig.model_validate(
+        {**SIZES[size]._asdict(), "activation": "gelu", "vocab_size": VOCABULARY, "encoding": named(encoding)}
+    )
+    return TrainRecipe(
+        model=model,
+        context=length,
+        batch_size=1,
+        steps=2,
+        warmup=1,
+        precision="bfloat16",
+        recompute=recompute,
+    )
+
+
+def peak(given: TrainRecipe, device: torch.device) -> float:
+    """GiB that two steps hold at most, weights and optimizer among them."""
+    tokens = torch.randint(VOCABULARY, (2 * given.context,)).numpy()
+    documents = Documents.join([tokens], vocab_size=VOCABULARY)
+    corpus = Corpus("random", "made", "none needed", "token", VOCABULARY, "", {"train": documents}, str)
+    assert batch(corpus, "train", step=0, context=given.context, batch_size=1, seed=0).positions is None
+    here = Processes(rank=0, size=1, device=device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    trainer = Trainer(given, here)
+    with ahead(given, corpus, here, start=0) as batches:
+        for step, parts in enumerate(batches):
+            trainer.step(step, parts)
+    return torch.cuda.max_memory_allocated(device) / GIB
+
+
+def main(out: Path) -> None:
+    device = usable("cuda")
+    measured: dict[str, dict[str, float]] = {}
+    for recompute in (False, True):
+        for encoding in ENCODINGS:
+            name = f"{encoding}, recomputed" if recompute else encoding
+            for length in LENGTHS:
+                given = recipe(encoding, length, recompute=recompute)
+                measured.setdefault(name, {})[str(length)] = peak(given, device)
+                record(
+                    out,
+                    recipe=recipe(encoding, LENGTHS[0], recompute=recompute).model_dump(mode="json"),
+                    values={"unit": "GiB at most, one row", "peaks": measured},
+                    device=device,
+                )
+                print(f"{name} {length}: {measured[name][str(length)]:.3f} GiB", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
