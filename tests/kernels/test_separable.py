@@ -39,6 +39,8 @@ STORED = [
     Case(33, 33, preparation="identity", causal=False, group=2),
     Case(17, 17, width=40, group=2),
     Case(65, 65, preparation="softplus", width=8, v_width=8, rows=2),
+    Case(65, 65, preparation="softplus", width=8, v_width=8, group=2, causal=False),
+    Case(129, 129, width=8, v_width=8, heads=3),
 ]
 
 

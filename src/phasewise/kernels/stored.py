@@ -1,4 +1,4 @@
-"""The backward of wide attention by way of stored score gradients, a bounded number of heads at a time.
+"""The backward of wide attention by way of stored score gradients, a bounded number of them at a time.
 
 At widths (256, 128) the scores and dp cost 384 of the 1408 units of a two-pass backward, which makes them twice.
 Here one pass per key tile makes dv and writes ds, in the inputs' precision, to a buffer; dq = ds k and dk = ds^T q
@@ -6,11 +6,15 @@ are then plain matrix products. Nothing is added atomically. For the static path
 full, no window.
 
 Letters as in `body`. The buffer holds ds^T in square blocks of SIDE keys by SIDE queries: for a head the blocks of
-its first SIDE keys with all visible blocks of queries, then those of the next keys; causal rows of blocks shrink.
+its first queries with all visible blocks of keys, then those of the next queries. It takes the queries from the
+block `first` up to the block `last`; of a long sequence that is a part, and what dk and dv have gathered so far
+waits in float32 until all queries were seen.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import triton
@@ -24,23 +28,30 @@ from phasewise.kernels.tiles import UNSEEN, block_width, describe, launch
 
 
 @triton.jit
-def block_at(head, keys, queries, sides, SIDE: tl.constexpr, CAUSAL: tl.constexpr):
-    """The buffer row of a head's block of the keys and queries (counted in blocks)."""
+def block_at(head, keys, queries, first, blocks, sides, SIDE: tl.constexpr, CAUSAL: tl.constexpr):
+    """The buffer row of a head's block of the keys and queries (counted in blocks), of `blocks` a head."""
     if CAUSAL:
-        return (head * (sides * (sides + 1) // 2) + keys * sides - keys * (keys + 1) // 2 + queries) * SIDE
+        within = queries * (queries + 1) // 2 - first * (first + 1) // 2 + keys
     else:
-        return ((head * sides + keys) * sides + queries) * SIDE
+        within = (queries - first) * sides + keys
+    return (head * blocks + within) * SIDE
+
+
+@triton.jit
+def sum_at(sum_ptr, head, tile, sides, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the float32 sums of a key tile wait for the next queries: [heads, sides, SIDE, BLOCK]."""
+    row = (head * sides + tile).to(tl.int64) * SIDE + tl.arange(0, SIDE)
+    return sum_ptr + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def score_grad_kernel(
-    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, dv_ptr, dv_strides,
-    KEY_HEADS, GROUP, T, D, scale_log2,
+    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
+    first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dv [B, H / GROUP, T, D] = p^T dout, and ds^T into the buffer; the keys most looked at first."""
     tile = tl.program_id(1)
-    sides = tl.num_programs(1)
     b = tl.program_id(0) // KEY_HEADS
     key = tl.program_id(0) % KEY_HEADS
     n = tile * SIDE
@@ -48,11 +59,18 @@ def score_grad_kernel(
     k = load_tile(k_desc, b, key, n)
     v = load_tile(v_desc, b, key, n)
     dv = tl.zeros([SIDE, BLOCK_D], tl.float32)
+    low = first * SIDE
+    high = tl.minimum(last * SIDE, T)
+    if CAUSAL:
+        low = tl.maximum(low, n)
+    if sum_ptr is not None:
+        waiting = sum_at(sum_ptr, tl.program_id(0), tile, sides, SIDE, BLOCK_D)
+        dv = tl.load(waiting, first > (tile if CAUSAL else 0), other=0.0)
     masked_up_to = tl.where(n + SIDE > T, T, n + SIDE - 1 if CAUSAL else 0)
     for member in range(GROUP):
         h = key * GROUP + member
         head = b * KEY_HEADS * GROUP + h
-        for m in tl.range(n if CAUSAL else 0, T, BLOCK_M):
+        for m in tl.range(low, high, BLOCK_M):
             q = load_tile(q_desc, b, h, m)
             dout = load_tile(dout_desc, b, h, m)
             i = m + tl.arange(0, BLOCK_M)
@@ -67,27 +85,66 @@ def score_grad_kernel(
             dp = tl.dot(v, dout.T, input_precision="ieee")
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
             ds = p * (dp - delta[None, :])
-            ds_desc.store([block_at(head, tile, m // SIDE, sides, SIDE, CAUSAL), m % SIDE], ds.to(q.dtype))
+            at = block_at(head, tile, m // SIDE, first, blocks, sides, SIDE, CAUSAL)
+            ds_desc.store([at, m % SIDE], ds.to(q.dtype))
+    if sum_ptr is not None:
+        tl.store(sum_at(sum_ptr, tl.program_id(0), tile, sides, SIDE, BLOCK_D), dv, last < sides)
     d = tl.arange(0, BLOCK_D)
     dv_at = tile_of(dv_ptr, dv_strides, b.to(tl.int64), key, j, d)
-    tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), (j[:, None] < T) & (d[None, :] < D))
+    inside = (j[:, None] < T) & (d[None, :] < D)
+    tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), inside & (last == sides))
+
+
+@triton.jit
+def key_product_kernel(
+    ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, first, last, blocks, sides, KEY_HEADS, GROUP, T, E, scale,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """dk [B, H / GROUP, T, E] = scale ds^T q, SIDE keys a program, BLOCK_M queries at a time."""
+    tile = tl.program_id(1)
+    b = tl.program_id(0) // KEY_HEADS
+    key = tl.program_id(0) % KEY_HEADS
+    n = tile * SIDE
+    dk = tl.zeros([SIDE, BLOCK_E], tl.float32)
+    low = first * SIDE
+    high = tl.minimum(last * SIDE, T)
+    if CAUSAL:
+        low = tl.maximum(low, n)
+    if sum_ptr is not None:
+        waiting = sum_at(sum_ptr, tl.program_id(0), tile, sides, SIDE, BLOCK_E)
+        dk = tl.load(waiting, first > (tile if CAUSAL else 0), other=0.0)
+    for member in range(GROUP):
+        h = key * GROUP + member
+        head = b * KEY_HEADS * GROUP + h
+        for m in tl.range(low, high, BLOCK_M):
+            at = block_at(head, tile, m // SIDE, first, blocks, sides, SIDE, CAUSAL)
+            ds = ds_desc.load([at, m % SIDE])
+            q = load_tile(q_desc, b, h, m)
+            dk = tl.dot(ds, q, dk, input_precision="ieee")
+    if sum_ptr is not None:
+        tl.store(sum_at(sum_ptr, tl.program_id(0), tile, sides, SIDE, BLOCK_E), dk, last < sides)
+    s = n + tl.arange(0, SIDE)
+    e = tl.arange(0, BLOCK_E)
+    dk_at = tile_of(dk_ptr, dk_strides, b.to(tl.int64), key, s, e)
+    inside = (s[:, None] < T) & (e[None, :] < E)
+    tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), inside & (last == sides))
 
 
 @triton.jit
 def query_product_kernel(
-    ds_desc, k_desc, dq_ptr, dq_strides, H, GROUP, T, E, scale,
+    ds_desc, k_desc, dq_ptr, dq_strides, first, last, blocks, sides, H, GROUP, T, E, scale,
     CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dq [B, H, T, E] = scale ds k, SIDE queries a program, BLOCK_N keys at a time; longest rows first."""
-    sides = tl.num_programs(1)
-    tile = sides - 1 - tl.program_id(1)
+    tile = last - 1 - tl.program_id(1)
     head = tl.program_id(0)
     b = head // H
     h = head % H
     m = tile * SIDE
     dq = tl.zeros([SIDE, BLOCK_E], tl.float32)
     for n in tl.range(0, tl.minimum(m + SIDE, T) if CAUSAL else T, BLOCK_N):
-        ds = ds_desc.load([block_at(head, n // SIDE, tile, sides, SIDE, CAUSAL) + n % SIDE, 0])
+        at = block_at(head, n // SIDE, tile, first, blocks, sides, SIDE, CAUSAL)
+        ds = ds_desc.load([at + n % SIDE, 0])
         k = load_tile(k_desc, b, h // GROUP, n)
         dq = tl.dot(ds.T, k, dq, input_precision="ieee")
     t = m + tl.arange(0, SIDE)
@@ -96,43 +153,37 @@ def query_product_kernel(
     tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), (t[:, None] < T) & (e[None, :] < E))
 
 
-@triton.jit
-def key_product_kernel(
-    ds_desc, q_desc, dk_ptr, dk_strides, KEY_HEADS, GROUP, T, E, scale,
-    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """dk [B, H / GROUP, T, E] = scale ds^T q, SIDE keys a program, BLOCK_M queries at a time."""
-    tile = tl.program_id(1)
-    sides = tl.num_programs(1)
-    b = tl.program_id(0) // KEY_HEADS
-    key = tl.program_id(0) % KEY_HEADS
-    n = tile * SIDE
-    dk = tl.zeros([SIDE, BLOCK_E], tl.float32)
-    for member in range(GROUP):
-        h = key * GROUP + member
-        head = b * KEY_HEADS * GROUP + h
-        for m in tl.range(n if CAUSAL else 0, T, BLOCK_M):
-            ds = ds_desc.load([block_at(head, tile, m // SIDE, sides, SIDE, CAUSAL), m % SIDE])
-            q = load_tile(q_desc, b, h, m)
-            dk = tl.dot(ds, q, dk, input_precision="ieee")
-    s = n + tl.arange(0, SIDE)
-    e = tl.arange(0, BLOCK_E)
-    dk_at = tile_of(dk_ptr, dk_strides, b.to(tl.int64), key, s, e)
-    tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), (s[:, None] < T) & (e[None, :] < E))
+@dataclass(frozen=True)
+class Piece:
+    """Rows and key heads of a call that are worked on together, their queries in `parts` parts."""
+
+    rows: slice
+    keys: slice
+    parts: int
 
 
-def pieces(q: Tensor, key_heads: int, *, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Rows and key heads, at least one, with as many visible pairs as q has elements: whole rows, or heads of one."""
+def pieces(q: Tensor, key_heads: int, *, causal: bool) -> Iterator[Piece]:
+    """Pieces whose parts hold about as many visible pairs as q has elements.
+
+    They are whole rows, or heads of one row. A part of fewer than two heads would leave processors idle, so
+    longer rows are cut into parts.
+    """
     rows, heads, length, _ = q.shape
-    at_once = max(1, q.numel() * (2 if causal else 1) // (heads // key_heads * length**2))
+    pairs = heads // key_heads * length**2 // (2 if causal else 1)
+    at_once = max(min(2, key_heads), q.numel() // pairs)
     if at_once >= key_heads:
         step = triton.cdiv(rows, triton.cdiv(rows, at_once // key_heads))
-        yield from ((slice(row, min(row + step, rows)), slice(0, key_heads)) for row in range(0, rows, step))
-    else:
-        step = triton.cdiv(key_heads, triton.cdiv(key_heads, at_once))
-        starts = range(0, key_heads, step)
-        for row in range(rows):
-            yield from ((slice(row, row + 1), slice(head, min(head + step, key_heads))) for head in starts)
+        parts = triton.cdiv(step * key_heads * pairs, q.numel())
+        yield from (
+            Piece(slice(row, min(row + step, rows)), slice(0, key_heads), parts)
+            for row in range(0, rows, step)
+        )
+        return
+    step = triton.cdiv(key_heads, triton.cdiv(key_heads, at_once))
+    parts = triton.cdiv(step * pairs, q.numel())
+    for row in range(rows):
+        for head in range(0, key_heads, step):
+            yield Piece(slice(row, row + 1), slice(head, min(head + step, key_heads)), parts)
 
 
 def backward(
@@ -142,18 +193,19 @@ def backward(
     """`body.backward` for as many queries as keys, no window, no positions and no slopes; dq may be q itself."""
     delta = row_deltas(out, dout, dlse)
     group = q.shape[1] // k.shape[1]
-    for rows, keys in pieces(q, k.shape[1], causal=causal):
+    for piece in pieces(q, k.shape[1], causal=causal):
+        rows, keys = piece.rows, piece.keys
         queries = slice(keys.start * group, keys.stop * group)
         _backward(
             q[rows, queries], k[rows, keys], v[rows, keys], lse[rows, queries], delta[rows, queries],
             dout[rows, queries], (into[0][rows, queries], into[1][rows, keys], into[2][rows, keys]),
-            scale=scale, causal=causal,
+            parts=piece.parts, scale=scale, causal=causal,
         )  # fmt: skip
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dout: Tensor,
-    into: tuple[Tensor, Tensor, Tensor], *, scale: float, causal: bool,
+    into: tuple[Tensor, Tensor, Tensor], *, parts: int, scale: float, causal: bool,
 ) -> None:  # fmt: skip
     rows, heads, length, width = q.shape
     key_heads, value_width = v.shape[1], v.shape[3]
@@ -168,31 +220,40 @@ def _backward(
     assert block_m % key_m == 0, "the key product reads only what was written"
     block_e, block_d = block_width(width), block_width(value_width)
     sides = triton.cdiv(length, side)
-    blocks = rows * heads * (sides * (sides + 1) // 2 if causal else sides * sides)
-    ds = torch.empty(blocks * side, side, dtype=q.dtype, device=q.device)
+
+    def blocks_before(queries: int) -> int:
+        return queries * (queries + 1) // 2 if causal else queries * sides
+
+    bounds = [round(sides * (part / parts) ** (0.5 if causal else 1.0)) for part in range(parts + 1)]
+    ranges = [(first, last, blocks_before(last) - blocks_before(first)) for first, last in pairwise(bounds)]
+    ds = q.new_empty(rows * heads * max(blocks for *_, blocks in ranges) * side, side)
+    dk_sum, dv_sum = (
+        None if parts == 1 else q.new_empty(rows * key_heads, sides * side, block, dtype=torch.float32)
+        for block in (block_e, block_d)
+    )
 
     def stored(keys: int, queries: int) -> TensorDescriptor:
         return TensorDescriptor(ds, list(ds.shape), [side, 1], [keys, queries])
 
-    shared = {"GROUP": heads // key_heads, "T": length, "CAUSAL": causal, "SIDE": side}
-    products = {"E": width, "scale": scale, "BLOCK_E": block_e, **shared}
-    score_grad_kernel[(rows * key_heads, sides)](
-        describe(q, block_m, block_e), describe(k, side, block_e), describe(v, side, block_d),
-        describe(dout, block_m, block_d), stored(side, block_m), lse, delta, dv, dv.stride(),
-        KEY_HEADS=key_heads, D=value_width, scale_log2=scale * math.log2(math.e), BLOCK_D=block_d,
-        **(shared | meta),
-    )  # fmt: skip
-    key_product_kernel[(rows * key_heads, sides)](
-        stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), KEY_HEADS=key_heads, **products,
-        **key_meta,
-    )  # fmt: skip
-    # After the key product, which reads q: dq may take its place.
-    query_product_kernel[(rows * heads, sides)](
-        stored(query_n, side),
-        describe(k, query_n, block_e),
-        dq,
-        dq.stride(),
-        H=heads,
-        **products,
-        **query_meta,
-    )
+    shared = {"sides": sides, "GROUP": heads // key_heads, "T": length, "CAUSAL": causal, "SIDE": side}
+    products = {"E": width, "scale": scale, "BLOCK_E": block_e}
+    for first, last, blocks in ranges:
+        if first == last:
+            continue
+        here = {"first": first, "last": last, "blocks": blocks, **shared}
+        key_tiles = last if causal else sides
+        score_grad_kernel[(rows * key_heads, key_tiles)](
+            describe(q, block_m, block_e), describe(k, side, block_e), describe(v, side, block_d),
+            describe(dout, block_m, block_d), stored(side, block_m), lse, delta, dv, dv.stride(), dv_sum,
+            KEY_HEADS=key_heads, D=value_width, scale_log2=scale * math.log2(math.e), BLOCK_D=block_d,
+            **(here | meta),
+        )  # fmt: skip
+        key_product_kernel[(rows * key_heads, key_tiles)](
+            stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), dk_sum, KEY_HEADS=key_heads,
+            **products, **here, **key_meta,
+        )  # fmt: skip
+        # After the key product, which reads q: dq may take its place.
+        query_product_kernel[(rows * heads, last - first)](
+            stored(query_n, side), describe(k, query_n, block_e), dq, dq.stride(), H=heads,
+            **products, **here, **query_meta,
+        )  # fmt: skip
