@@ -8,9 +8,10 @@ device: losses, and a loss that is no longer a number, are seen at the block's e
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -84,13 +85,19 @@ def train_side_by_side(
         done = _shared_step(folder, recipes, corpus)
         lanes = {name: Lane(recipe, corpus, folder / name, device, done) for name, recipe in recipes.items()}
         models = {name: lane.trainer.model for name, lane in lanes.items()}
-        for end, drawn in stack.enter_context(_blocks(recipes, corpus, range(done, steps, block), steps)):
-            started = perf_counter()
-            for lane in lanes.values():
-                lane.fill(drawn[_draw(lane.recipe)])
-            for _ in range(len(next(iter(drawn.values())))):
+        making = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches"))
+        parts = [range(start, min(start + block, steps)) for start in range(done, steps, block)]
+        coming = making.submit(_inputs, lanes, corpus, parts[0]) if parts else None
+        for part, following in pairwise([*parts, None]):
+            assert part is not None and coming is not None
+            inputs, end, started = coming.result(), part.stop, perf_counter()
+            for name, lane in lanes.items():
+                lane.fill(inputs[name])
+            for _ in part:
                 for lane in lanes.values():
                     lane.advance()
+            # Begun once the device has its work: a thread that is busy in Python would hold up the launches.
+            coming = making.submit(_inputs, lanes, corpus, following) if following else None
             for name, lane in lanes.items():
                 lane.note(name, end, started)
             on_block(end, models)
@@ -158,22 +165,22 @@ class Lane:
         self.inputs: Inputs = ()
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def fill(self, drawn: Sequence[Batch]) -> None:
-        """Give the lane the batches of its next steps."""
-        block = self.task.stack(drawn)
+    def fill(self, block: Inputs) -> None:
+        """Give the lane the stacked batches of its next steps."""
+        count = len(block[0])
         rates = torch.tensor(
-            [learning_rate(self.recipe, self.done + number) for number in range(len(drawn))],
+            [learning_rate(self.recipe, self.done + number) for number in range(count)],
             dtype=torch.float32 if self.device.type == "cuda" else torch.float64,
         )
         if not self.inputs:
             self.inputs = tuple(x.to(self.device) for x in (*block, rates))
-            self.metrics = torch.zeros(len(drawn), 2, device=self.device)
+            self.metrics = torch.zeros(count, 2, device=self.device)
             if self.device.type == "cuda":
                 self._capture()
         for mine, given in zip(self.inputs, (*block, rates), strict=True):
-            mine[: len(drawn)].copy_(given)
+            mine[:count].copy_(given)
         self.place.zero_()
-        self.count = len(drawn)
+        self.count = count
         if self.graph is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
 
@@ -297,28 +304,11 @@ class _OnCuda:
         self.default.graphsafe_set_state(self.others)
 
 
-@contextmanager
-def _blocks(
-    recipes: Mapping[str, TrainRecipe], corpus: Corpus, starts: range, steps: int
-) -> Iterator[Iterator[tuple[int, dict[Draw, list[Batch]]]]]:
-    """Each block's end and batches, made while the device works on the one before."""
-    draws = sorted({_draw(recipe) for recipe in recipes.values()})
-
-    def make(start: int) -> tuple[int, dict[Draw, list[Batch]]]:
-        end = min(start + starts.step, steps)
-        return end, {draw: [_batch(corpus, draw, step) for step in range(start, end)] for draw in draws}
-
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches") as pool:
-
-        def made() -> Iterator[tuple[int, dict[Draw, list[Batch]]]]:
-            coming: Future | None = pool.submit(make, starts[0]) if starts else None
-            for start in starts:
-                assert coming is not None
-                ready = coming.result()
-                coming = pool.submit(make, start + starts.step)
-                yield ready
-
-        yield made()
+def _inputs(lanes: Mapping[str, "Lane"], corpus: Corpus, steps: range) -> dict[str, Inputs]:
+    """What each lane reads in some steps."""
+    draws = sorted({_draw(lane.recipe) for lane in lanes.values()})
+    drawn = {draw: [_batch(corpus, draw, step) for step in steps] for draw in draws}
+    return {name: lane.task.stack(drawn[_draw(lane.recipe)]) for name, lane in lanes.items()}
 
 
 def _shared_step(folder: Path, recipes: Mapping[str, TrainRecipe], corpus: Corpus) -> int:
