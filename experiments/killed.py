@@ -29,7 +29,7 @@ from phasewise.train.checkpoint import saved, step_of
 
 STEPS, EVERY = 60, 20
 KILLED_AFTER = 30
-MODEL = ("--size=25M", "--context=512", "--batch-size=32")
+MODEL = ("--size=10M", "--context=512", "--batch-size=32")
 SETTINGS = {
     "float32, replicated": ("--precision", "float32"),
     "bfloat16, compiled, sharded": ("--precision", "bfloat16", "--compile", "--sharding", "sharded"),
