@@ -89,7 +89,8 @@ def train_side_by_side(
         parts = [range(start, min(start + block, steps)) for start in range(done, steps, block)]
         coming = making.submit(_inputs, lanes, corpus, parts[0]) if parts else None
         for part, following in pairwise([*parts, None]):
-            assert part is not None and coming is not None
+            assert part is not None
+            assert coming is not None
             inputs, end, started = coming.result(), part.stop, perf_counter()
             for name, lane in lanes.items():
                 lane.fill(inputs[name])
