@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phasewise.data import Documents, load
+from phasewise.data import Documents, load, tokenizer_of
 
 NAMES = "austen, chorales, jsb:PATH, text:PATH, jsonl:PATH, parquet:PATH, datasets:NAME, shards:PATH"
 
@@ -63,3 +63,21 @@ def test_the_hash_sees_tokens_document_boundaries_and_splits(tmp_path: Path) -> 
         path.write_text(text)
         hashes.add(load(f"text:{path}", separator=separator).sha256)
     assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("name", ["austen", "text:any", "igsm:medium", "passkey:512"])
+def test_text_for_a_checkpoint_without_its_tokenizer_is_refused_unless_it_knows_bytes(name, tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 300}}')
+    with pytest.raises(
+        ValueError, match=r"has no tokenizer\.json, without which text cannot be made of its 300"
+    ):
+        tokenizer_of(tmp_path, name)
+    assert tokenizer_of(tmp_path, "chorales") == "bytes"
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    assert tokenizer_of(tmp_path, name) == "bytes"
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "small.gguf").touch()
+    with pytest.raises(ValueError, match="or give --tokenizer"):
+        tokenizer_of(tmp_path, name)
+    (tmp_path / "tokenizer.json").touch()
+    assert tokenizer_of(tmp_path, name) == str(tmp_path / "tokenizer.json")

@@ -4,7 +4,7 @@ from phasewise.data.batches import NOT_SCORED, Batch, Windows, batch, windows
 from phasewise.data.corpus import Corpus, Documents, Split, Task
 from phasewise.data.kinds import TOKENIZERS, Origin
 from phasewise.data.shards import verify
-from phasewise.data.sources import CORPORA, NAMES, load, require_tokenizer_of, tokenizer_of
+from phasewise.data.sources import CORPORA, NAMES, load, own_tokenizer, require_tokenizer_of, tokenizer_of
 from phasewise.data.tokenization import tokenize
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Windows",
     "batch",
     "load",
+    "own_tokenizer",
     "require_tokenizer_of",
     "tokenize",
     "tokenizer_of",

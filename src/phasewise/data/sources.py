@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phasewise.data.codec import BYTES
 from phasewise.data.corpus import Corpus
 from phasewise.data.genome import genome
 from phasewise.data.igsm import igsm
@@ -43,7 +44,8 @@ NAMES += (
 )
 NAMES += ("indirect-indexing",)
 TEXT = ("austen", "text", "jsonl", "parquet", "datasets")
-TOKENIZED = (*TEXT, "genome", "igsm", "passkey", "needles")
+WRITTEN = (*TEXT, "igsm", "passkey", "needles")
+TOKENIZED = (*WRITTEN, "genome")
 NAMES += tuple(f"{kind}:BLOCK" for kind in SUITE)
 CORPORA = " | ".join(NAMES)
 
@@ -105,9 +107,38 @@ def load(
 
 
 def tokenizer_of(folder: str | Path, name: str) -> str:
-    """The tokenizer that `load` takes for corpus `name` to be read by a checkpoint: its own for text, or bytes."""
+    """The tokenizer that `load` takes for corpus `name` to be read by a checkpoint: its own for text, or bytes.
+
+    Raises ValueError for text where the checkpoint knows more tokens than bytes and has no tokenizer.json.
+    """
+    if name.partition(":")[0] not in WRITTEN:
+        return "bytes"
+    own = own_tokenizer(folder)
+    if own is None:
+        _require_bytes(Path(folder))
+    return own or "bytes"
+
+
+def own_tokenizer(folder: str | Path) -> str | None:
+    """The tokenizer.json beside a checkpoint, if there is one."""
     own = Path(folder) / TOKENIZER
-    return str(own) if name.partition(":")[0] in TEXT and own.is_file() else "bytes"
+    return str(own) if own.is_file() else None
+
+
+def _require_bytes(folder: Path) -> None:
+    """Raise ValueError for a checkpoint that must have had a tokenizer; one that cannot be read is for who opens it."""
+    packed = next(folder.glob("*.gguf"), None)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        known = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, AttributeError):
+        known = None
+    if (isinstance(known, int) and known > BYTES) or (known is None and packed is not None):
+        size = "" if known is None else f" of its {known:,} tokens"
+        raise ValueError(
+            f"{folder} has no {TOKENIZER}, without which text cannot be made{size}: put the one it was trained with "
+            "there (AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it), or give --tokenizer"
+        )
 
 
 def require_tokenizer_of(folder: str | Path, corpus: Corpus) -> None:

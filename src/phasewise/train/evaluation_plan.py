@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from phasewise.data import Corpus, Windows, load, require_tokenizer_of, tokenizer_of, windows
+from phasewise.data import Corpus, Windows, load, own_tokenizer, require_tokenizer_of, tokenizer_of, windows
 from phasewise.data.sources import TOKENIZED
 from phasewise.evaluate import Needle, passkeys
 from phasewise.evaluate.prefixed import Prefixed
@@ -145,7 +145,7 @@ def _tasks(recipe: EvaluateRecipe, folders: Sequence[Path]) -> "Tasks | None":
     except ModuleNotFoundError as error:
         raise ValueError(f"tasks need {error.name}: pip install 'phasewise[eval]'") from error
     settings: dict[str, object] = {"max_seq_lengths": sorted(recipe.lengths)} if recipe.lengths else {}
-    own = next((str(folder) for folder in folders if tokenizer_of(folder, "text:") != "bytes"), None)
+    own = next((str(folder) for folder in folders if own_tokenizer(folder)), None)
     tasks = Tasks(**settings, **({} if own is None else {"tokenizer": own}))
     for name in recipe.tasks:
         tasks.check(name)
