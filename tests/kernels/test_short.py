@@ -11,6 +11,7 @@ from phasewise.reference import reference
 
 HEADS, WIDTH = 2, 32
 LENGTHS = (1, 5, 64, 33)
+EPSILON = 1e-2
 NAMES = ("rope", "softplus", "relu", "identity")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -22,45 +23,61 @@ def encoding(name):
     return PoPE(num_heads=HEADS, head_dim=WIDTH, magnitude=name, phase_init="uniform").to(DEVICE)
 
 
-def expected(x, dout, lengths, encoding, dtype=torch.float64):
-    """Output and gradients of x and the phase, in `dtype`, each row alone."""
+def norm_weights():
+    torch.manual_seed(2)
+    return (1 + 0.3 * torch.randn(2, WIDTH, device=DEVICE)).requires_grad_()
+
+
+def expected(x, dout, lengths, encoding, dtype=torch.float64, norm=None):
+    """Output and gradients of x, the phase and the norm, in `dtype`, each row alone."""
     encoding = encoding.to(dtype)
+    norm = None if norm is None else norm.detach().to(dtype).requires_grad_()
     x = x.detach().to(dtype).requires_grad_()
     outs = []
     for row in x.split(list(lengths)):
         q, k, v = row.unbind(1)
+        if norm is not None:
+            q, k = (
+                y / (y.square().mean(-1, keepdim=True) + EPSILON).sqrt() * w
+                for y, w in zip((q, k), norm, strict=True)
+            )
         at = Positions.arange(len(row), device=x.device)
         q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
         outs.append(reference(q, k, v, encoding, q_at=at, k_at=at)[0][0].transpose(0, 1))
     out = torch.cat(outs)
     out.backward(dout.to(dtype))
-    return out.detach(), x.grad, [parameter.grad for parameter in encoding.parameters()]
+    learned = [*encoding.parameters(), *([] if norm is None else [norm])]
+    return out.detach(), x.grad, [parameter.grad for parameter in learned]
 
 
-def arguments(x, lengths, encoding, name):
+def arguments(x, lengths, encoding, name, norm=None):
     at = Positions.arange(LONGEST, device=x.device)
     angle = encoding.phases(at, STANDARD)[0]
     length = torch.tensor([*lengths, 0], device=x.device)
     start = length.cumsum(0) - length
     phase = next(encoding.parameters(), torch.empty(0, device=x.device))
     turn = torch.stack([phase.cos(), phase.sin()]).detach()
-    return x, start, length, angle.cos(), angle.sin(), phase, turn, name, WIDTH**-0.5
+    norm = torch.empty(0, device=x.device) if norm is None else norm
+    return x, start, length, angle.cos(), angle.sin(), phase, norm, turn, name, WIDTH**-0.5, EPSILON
 
 
-def found(x, dout, lengths, encoding, name):
+def found(x, dout, lengths, encoding, name, norm=None):
     x = x.clone().requires_grad_()
-    out = short_rows(*arguments(x, lengths, encoding, name))
+    out = short_rows(*arguments(x, lengths, encoding, name, norm))
     out.backward(dout)
-    return out.detach(), x.grad, [parameter.grad for parameter in encoding.parameters()]
+    learned = [*encoding.parameters(), *([] if norm is None else [norm])]
+    return out.detach(), x.grad, [parameter.grad for parameter in learned]
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_laid_end_to_end_attend_as_each_alone_with_every_gradient(name):
+def test_rows_laid_end_to_end_attend_as_each_alone_with_every_gradient(name, normed):
     torch.manual_seed(0)
     x = torch.randn(sum(LENGTHS), 3, HEADS, WIDTH, device=DEVICE)
     dout = torch.randn(sum(LENGTHS), HEADS, WIDTH, device=DEVICE)
-    want = expected(x, dout, LENGTHS, encoding(name))
-    got = found(x, dout, LENGTHS, encoding(name), name)
+    norm = norm_weights() if normed else None
+    want = expected(x, dout, LENGTHS, encoding(name), norm=norm)
+    got = found(x, dout, LENGTHS, encoding(name), name, norm)
     for a, b in zip((*got[:2], *got[2]), (*want[:2], *want[2]), strict=True):
         assert (a - b).abs().max() < 2e-5 * b.abs().max()
 
@@ -75,19 +92,21 @@ def test_a_row_of_no_tokens_adds_nothing_to_the_gradient_of_the_phase():
 def test_operator_passes_torchs_checks(name):
     torch.manual_seed(0)
     x = torch.randn(6, 3, HEADS, WIDTH, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(short_rows, arguments(x, (2, 4), encoding(name), name))
+    torch.library.opcheck(short_rows, arguments(x, (2, 4), encoding(name), name, norm_weights()))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_is_within_twice_the_eager_error(name):
+def test_bfloat16_is_within_twice_the_eager_error(name, normed):
     torch.manual_seed(0)
     x = torch.randn(sum(LENGTHS), 3, HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     dout = torch.randn(sum(LENGTHS), HEADS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
-    want = expected(x, dout, LENGTHS, encoding(name), torch.float64)
-    eager = expected(x, dout, LENGTHS, encoding(name), torch.bfloat16)
-    got = found(x, dout, LENGTHS, encoding(name), name)
+    norm = norm_weights() if normed else None
+    want = expected(x, dout, LENGTHS, encoding(name), torch.float64, norm)
+    eager = expected(x, dout, LENGTHS, encoding(name), torch.bfloat16, norm)
+    got = found(x, dout, LENGTHS, encoding(name), name, norm)
     for a, b, c in zip(*((*each[:2], *each[2]) for each in (got, eager, want)), strict=True):
         rounding = torch.finfo(torch.bfloat16).eps * c.abs().max()
         assert (a - c).abs().max() <= 2 * (b - c).abs().max() + rounding

@@ -20,7 +20,7 @@ from phasewise.data import NOT_SCORED, Batch, Corpus
 from phasewise.encodings import PoPE, RoPE
 from phasewise.frequencies import Static
 from phasewise.model import Transformer
-from phasewise.model.transformer import Attention, Block
+from phasewise.model.transformer import Attention, Block, RMSNorm
 from phasewise.positions import Positions
 from phasewise.train.objective import autocast
 from phasewise.train.recipe import TrainRecipe
@@ -192,13 +192,13 @@ def _attend(
     attention = block.attention
     weight = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight])
     qkv = F.linear(block.attention_norm(x), weight).unflatten(-1, (3, -1, attention.head_dim))
-    if not isinstance(attention.query_norm, nn.Identity):
-        q, k, v = qkv.unbind(1)
-        qkv = torch.stack([attention.query_norm(q), attention.key_norm(k), v], dim=1)
+    norms = [norm for norm in (attention.query_norm, attention.key_norm) if isinstance(norm, RMSNorm)]
+    norm = torch.stack([one.weight for one in norms]) if norms else cos.new_empty(0)
     encoding = attention.encoding
     phase = encoding.delta().float() if isinstance(encoding, PoPE) else cos.new_empty(0)
     turn = torch.stack([phase.cos(), phase.sin()]).detach()
-    return short_rows(qkv, start, length, cos, sin, phase, turn, kind, scale).flatten(1)
+    epsilon = norms[0].eps if norms else 0.0
+    return short_rows(qkv, start, length, cos, sin, phase, norm, turn, kind, scale, epsilon).flatten(1)
 
 
 def _finish(block: Block, x: Tensor, out: Tensor) -> Tensor:
