@@ -17,6 +17,7 @@ from phasewise.lens.dependency import dependency
 from phasewise.lens.dilation import Dilation
 from phasewise.lens.profile import Profile, profile, read
 from phasewise.lens.profile_report import figures, label, summary
+from phasewise.lens.thresholds import FEWEST_PAIRS
 from phasewise.lens.verdict import Verdict, judge, together
 from phasewise.lens.width import measure_width
 from phasewise.model import ModelConfig, Transformer
@@ -85,6 +86,17 @@ def test_reasons_give_each_number_beside_its_threshold():
     reasons = " ".join(read(sources.curve_of(FAR, FAR**-0.5)).verdict.reasons)
     for wanted in ("W90 = ", "(threshold 0.1)", "slope -0.50", "dilates the kernel by 3.9", "from 0.7"):
         assert wanted in reasons
+
+
+@pytest.mark.parametrize("phrase", ["ab", "abc", "the cat sat. ", "It is a truth, universally. "])
+@pytest.mark.parametrize("size", [30, 300, 3000, 30_000])
+def test_text_that_repeats_itself_is_undetermined_however_long_and_says_why(phrase, size):
+    text = np.frombuffer((phrase * size)[:size].encode(), dtype=np.uint8)
+    curve = dependency(text, np.array([size]), distances=module.spread(size // 3))
+    verdict = read(curve).verdict
+    assert verdict.kind == "undetermined"
+    wanted = "too little data" if size < FEWEST_PAIRS else "the dependence does not fall with distance"
+    assert verdict.reasons[0].startswith(wanted)
 
 
 def test_hidden_kernel_is_not_called_resolution_bound():

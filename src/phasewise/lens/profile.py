@@ -336,7 +336,9 @@ def read(curve: Curve, *, complete: bool = True, seconds: float = 0.0) -> Profil
         power_law=law,
         dilation=dilation,
         unevenness=uneven,
-        verdict=judge(width, law, dilation, uneven),
+        verdict=judge(
+            width, law, dilation, uneven, pairs=None if curve.blocks == "windows" else int(curve.pairs[0])
+        ),
         complete=complete,
         seconds=seconds,
     )

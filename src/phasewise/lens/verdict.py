@@ -13,6 +13,8 @@ from phasewise.lens.thresholds import (
     CURVATURE,
     DECADES,
     DILATES,
+    FEWEST_PAIRS,
+    FLAT,
     GROWING,
     HIDDEN,
     ROUGHNESS,
@@ -31,7 +33,8 @@ class Verdict(BaseModel):
     resolution-bound: a kernel that ends sharply, or that stays where it is when the window grows and is no power
     law: high frequencies are to be kept.
     mixed: neither, as a power law whose kernel still lies mostly near, or one with a comb.
-    undetermined: too much may lie below the noise, or there is nothing to see.
+    undetermined: the data are too few, too much may lie below the noise, or there is nothing to see; or what is seen
+    does not fall, as where data repeat themselves.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,9 +44,20 @@ class Verdict(BaseModel):
 
 
 def judge(
-    width: Width, law: PowerLaw | None, dilation: Dilation | None, uneven: float | None = None
+    width: Width,
+    law: PowerLaw | None,
+    dilation: Dilation | None,
+    uneven: float | None = None,
+    *,
+    pairs: int | None = None,
 ) -> Verdict:
-    """The verdict on one curve; uneven: see `phasewise.lens.shape.unevenness`."""
+    """The verdict on one curve; uneven: see `phasewise.lens.shape.unevenness`.
+
+    pairs: neighbouring tokens that were counted; None where a model, and not counting, gave the curve.
+    """
+    if pairs is not None and pairs < FEWEST_PAIRS:
+        said = f"too little data: {pairs:,} pairs of neighbouring tokens (at least {FEWEST_PAIRS:,})"
+        return Verdict(kind="undetermined", reasons=(said,))
     if width.kind == "none" or dilation is None:
         return Verdict(kind="undetermined", reasons=("no dependence stands above noise at any distance",))
     reasons = (_of_width(width), _of_dilation(dilation), _of_law(law))
@@ -53,6 +67,12 @@ def judge(
             f"far away, neighbouring distances differ by {uneven:.0%} of the dependence there (threshold {UNEVEN:.0%})"
             + ("" if smooth else ": that needs resolution, which a dilation takes away"),
         )
+    if width.kind == "growing" and law is not None and law.slope > -FLAT:
+        said = (
+            f"the dependence does not fall with distance (slope {law.slope:.2f}, threshold {-FLAT}), as where data "
+            "repeat themselves: no width is seen"
+        )
+        return Verdict(kind="undetermined", reasons=(said, *reasons))
     relative = 0.0 if dilation.relative is None else dilation.relative
     straight = law is not None and law.holds
     if straight and smooth and relative >= DILATES:
