@@ -85,7 +85,8 @@ def from_hf(config: Any) -> RopeSettings | NestedSettings:
 
     `config` is a config object (with `to_dict` or plain attributes), its dict, or a flat `rope_parameters`
     alone; of a multimodal config, its `text_config`. Gemma 3's legacy `rope_local_base_freq` reads as nested.
-    A missing partial_rotary_factor means 1, as in transformers' rope functions, whatever the model family.
+    A missing partial_rotary_factor means 1, as in transformers' rope functions. Of families where it means less
+    (GPT-NeoX, Phi) give the config object, which has it, or `phasewise.hf.settings.completed` of the dict.
 
     Raises ValueError naming what is wrong: no rope_theta (never 10 000 by default), a quantity given twice
     with different values, unknown keys and rule names (multi-axis "mrope" and "axial" are not read), no

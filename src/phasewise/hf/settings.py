@@ -1,6 +1,6 @@
 """A rule in a config of transformers: which one serves the whole context, and another in its place."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from phasewise.frequencies import AnyFrequencies, Explicit, LongRoPE
@@ -8,6 +8,7 @@ from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
 
 SLIDING = "sliding_attention"
 LISTED_BASE = 10_000.0
+SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_dim")
 
 
 def listed(rule: Explicit, *, original_length: int, base: float = LISTED_BASE) -> LongRoPE:
@@ -30,6 +31,40 @@ def listed(rule: Explicit, *, original_length: int, base: float = LISTED_BASE) -
         original_length=original_length,
         attention=rule.attention,
     )
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json with the rotated share that its family turns where none is written.
+
+    GPT-NeoX turns a quarter of each head, Phi and Persimmon half, and their files need not say so: transformers'
+    config class of that model_type does. What is written stays as it is, as do families that it does not know.
+
+    >>> completed({"model_type": "gpt_neox", "rotary_emb_base": 10_000})["partial_rotary_factor"]
+    0.25
+    """
+    from transformers import CONFIG_MAPPING
+
+    found = dict(config)
+    if isinstance(found.get("text_config"), Mapping):
+        return found | {"text_config": completed(found["text_config"])}
+    forms = [found.get("rope_parameters"), found.get("rope_scaling")]
+    written = [found, *(form for form in forms if isinstance(form, Mapping))]
+    family = str(found.get("model_type"))
+    if family not in CONFIG_MAPPING or any(place.get(key) is not None for place in written for key in SHARES):
+        return found
+    default = _default_share(CONFIG_MAPPING[family])
+    return found if default is None else {**found, "partial_rotary_factor": default}
+
+
+def _default_share(kind: Callable[[], Any]) -> float | None:
+    """The one share of the channels that a config of this class turns when it is told nothing; None for all of them."""
+    try:
+        config = kind().get_text_config(decoder=True)
+    except Exception:  # of several kinds, where a config is made of parts that it must be given
+        return None
+    parameters = getattr(config, "rope_parameters", None) or {}
+    share = parameters.get("partial_rotary_factor")
+    return None if share == 1 else share
 
 
 def global_settings(config: Any) -> list[RopeSettings]:

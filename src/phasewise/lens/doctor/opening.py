@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,17 @@ def open_case(checkpoint: Any, *, trained_length: int | None, dtype: str | None,
     if trained_length is not None:
         raise ValueError("a Hugging Face config has its trained length; leave trained_length out")
     patient = _hugging_face(path, precision, device) if path.is_dir() else None
-    return Case(str(path), str(content.get("model_type", "config")), Written(content), None, patient)
+    written = Written(_with_the_share_of_its_family(content))
+    return Case(str(path), str(content.get("model_type", "config")), written, None, patient)
+
+
+def _with_the_share_of_its_family(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config as transformers reads it; without transformers, as it is written."""
+    if find_spec("transformers") is None:
+        return content
+    from phasewise.hf.settings import completed
+
+    return completed(content)
 
 
 def _of_memory(model: Any, trained_length: int | None) -> Case:
