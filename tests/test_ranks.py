@@ -15,6 +15,7 @@ RANKS = {
     "interrupt": 0,
     "device": 0,
     "memory": 0,
+    "lock": 0,
     "frequencies_hf": 1,
     "encodings": 1,
     "kernels": 1,

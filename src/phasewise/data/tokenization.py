@@ -24,6 +24,7 @@ from phasewise.data.sampling import MOST_LEARNED, drawn
 from phasewise.data.shards import INDEX, TOKENIZER, Frozen, Index, Learned, Part, codec_in, read_index, verify
 from phasewise.data.writing import Open, SplitWriter
 from phasewise.interrupt import Interrupted
+from phasewise.lock import hold
 from phasewise.record import replacing
 
 if TYPE_CHECKING:
@@ -259,17 +260,11 @@ class Reading:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keep other processes out of the folder while the block lasts; ValueError when one is in it."""
-    import fcntl
-
     folder.mkdir(parents=True, exist_ok=True)
     opened = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hold(opened, f"another process is tokenising into {folder}; wait for it, or choose another")
         yield
-    except BlockingIOError as error:
-        raise ValueError(
-            f"another process is tokenising into {folder}; wait for it, or choose another"
-        ) from error
     finally:
         os.close(opened)
 

@@ -1,12 +1,13 @@
 """A run folder: begun once, held by one process at a time, and read back with a remedy for what is damaged."""
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from phasewise.lock import hold
 
 Value = TypeVar("Value")
 Begun = TypeVar("Begun", bound=BaseModel)
@@ -67,10 +68,10 @@ def begin(out: Path, begun: BaseModel) -> Iterator[None]:
             raise _occupied(out) from error
     with file:
         with _writable(out):
-            _lock(file, out)
             try:
+                _lock(file, out)
                 (out / RECIPE).write_text(begun.model_dump_json(indent=2) + "\n")
-            except OSError:
+            except (OSError, ValueError):
                 (out / RECIPE).unlink()
                 raise
         yield
@@ -105,13 +106,7 @@ def _writable(out: Path) -> Iterator[None]:
 
 
 def _lock(file: IO[str], out: Path) -> None:
-    """Lock recipe.json until it is closed; the system does that for a process that dies."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(
-            f"another process is working on {out}: wait until it ends, or choose another --out"
-        ) from error
+    hold(file.fileno(), f"another process is working on {out}: wait until it ends, or choose another --out")
 
 
 def _occupied(out: Path) -> ValueError:
