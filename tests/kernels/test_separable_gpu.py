@@ -28,6 +28,23 @@ def on_gpu() -> Iterator[Case]:
         yield Case(217, 217, width=width, v_width=v_width, heads=8, group=8, dtype=half)
         yield Case(217, 217, width=width, v_width=v_width, preparation="softplus", dtype=torch.float16)
         yield Case(111, 111, width=width, v_width=v_width, preparation="softplus", dtype=full)
+    # The backward by stored score gradients: in parts, grouped, full, and of widths that fill no tile.
+    for length in (64, 127, 513, 2049):
+        yield Case(length, length, width=128, v_width=128, heads=1, preparation="softplus", dtype=half)
+        yield Case(
+            length,
+            length,
+            width=128,
+            v_width=128,
+            heads=6,
+            group=3,
+            rows=2,
+            preparation="softplus",
+            dtype=half,
+        )
+    yield Case(1025, 1025, width=128, v_width=128, preparation="softplus", dtype=torch.float16, causal=False)
+    yield Case(1025, 1025, width=104, v_width=72, heads=3, preparation="softplus", dtype=half)
+    yield Case(1025, 1025, width=256, v_width=128, heads=3, dtype=half)
     for places in ("packed", "left-padded", "shuffled", "far"):
         for window in (None, 100):
             yield Case(511, 511, width=64, v_width=64, rows=2 if places == "left-padded" else 1, heads=4, group=2,

@@ -101,29 +101,54 @@ def separable_backward(
     square = q.shape[2] == k.shape[2] and window is None
     if slopes is not None or any(x is not None for x in positions) or not square:
         chosen = body
-    q2, k2 = _prepared(q, k, q_angle, k_angle, phase, preparation, factor)
-    dv = prepare.expanded_like(v, v.shape[3])
-    # What is wide exists once: a gradient takes the place of what it is of, where the body has read that by then.
-    dq2 = q2 if polar and chosen != "triton" else prepare.expanded_like(q2, width)
-    dk2 = k2 if polar and chosen == "flash" else prepare.expanded_like(k2, width)
-    arguments = (q2, k2, v, out, lse, dout, dlse, (dq2, dk2, dv))
-    if chosen == "stored":
-        stored.backward(*arguments, scale=scale, causal=causal)
-    elif chosen == "flash":
-        borrowed.flash_backward(*arguments, scale=scale, causal=causal, window=window)
-    else:
-        places = Places.of(q, k, *positions)
-        own.backward(*arguments, scale=scale, causal=causal, window=window, places=places, slopes=slopes)
-    dq, dk, dphase = dq2, dk2, None
-    if q_angle is not None and k_angle is not None:
-        dq, dk = prepare.expanded_like(q, q.shape[3]), prepare.expanded_like(k, k.shape[3])
-        if polar:
-            dphase = prepare.polar_backward(q, q_angle, phase, preparation, dq2, dq)
-            prepare.polar_backward(k, k_angle, None, preparation, dk2, dk)
+    dq, dk, dv = None, None, prepare.expanded_like(v, v.shape[3])
+    if preparation == "none":
+        dq, dk = prepare.expanded_like(q, width), prepare.expanded_like(k, width)
+    dphase = q.new_zeros(0 if phase is None else phase.shape, dtype=torch.float32)
+    group = q.shape[1] // k.shape[1]
+    everything = (slice(0, q.shape[0]), slice(0, k.shape[1]))
+    for rows, keys in stored.pieces(q, k, causal=causal) if chosen == "stored" else [everything]:
+        heads = slice(keys.start * group, keys.stop * group)
+        some_q, some_k, some_phase = q[rows, heads], k[rows, keys], None if phase is None else phase[heads]
+        some_q_angle, some_k_angle = _rows(q_angle, rows), _rows(k_angle, rows)
+        q2, k2 = _prepared(some_q, some_k, some_q_angle, some_k_angle, some_phase, preparation, factor)
+        if dq is not None and dk is not None and preparation == "none":
+            dq2, dk2 = dq[rows, heads], dk[rows, keys]
         else:
-            prepare.rotate(dq2, q_angle, factor, back=True, out=dq)
-            prepare.rotate(dk2, k_angle, factor, back=True, out=dk)
-    return dq, dk, dv, q.new_zeros(0, dtype=torch.float32) if dphase is None else dphase
+            # What is wide exists once: a gradient takes the place of what it is of, if that was read by then.
+            dq2 = q2 if polar and chosen != "triton" else prepare.expanded_like(q2, width)
+            dk2 = k2 if polar and chosen == "flash" else prepare.expanded_like(k2, width)
+        arguments = (q2, k2, v[rows, keys], out[rows, heads], lse[rows, heads], dout[rows, heads])
+        arguments = (*arguments, None if dlse is None else dlse[rows, heads], (dq2, dk2, dv[rows, keys]))
+        if chosen == "stored":
+            stored.backward(*arguments, limit=2 * (q.numel() + k.numel()), scale=scale, causal=causal)
+        elif chosen == "flash":
+            borrowed.flash_backward(*arguments, scale=scale, causal=causal, window=window)
+        else:
+            places = Places.of(q, k, *positions)
+            own.backward(*arguments, scale=scale, causal=causal, window=window, places=places, slopes=slopes)
+        if dq is None or dk is None:
+            # Not before the body has given back its own memory.
+            dq, dk = (prepare.expanded_like(x, x.shape[3]) for x in (q, k))
+        if some_q_angle is None or some_k_angle is None:
+            continue
+        if polar:
+            turned = prepare.polar_backward(
+                some_q, some_q_angle, some_phase, preparation, dq2, dq[rows, heads]
+            )
+            prepare.polar_backward(some_k, some_k_angle, None, preparation, dk2, dk[rows, keys])
+            if turned is not None:
+                dphase[heads] += turned
+        else:
+            prepare.rotate(dq2, some_q_angle, factor, back=True, out=dq[rows, heads])
+            prepare.rotate(dk2, some_k_angle, factor, back=True, out=dk[rows, keys])
+    assert dq is not None, "there is always a piece"
+    assert dk is not None, "there is always a piece"
+    return dq, dk, dv, dphase
+
+
+def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
+    return x if x is None or x.shape[0] == 1 else x[rows]
 
 
 @separable_backward.register_fake

@@ -238,7 +238,9 @@ def polar_backward(
     """
     rows, heads, length, width = x.shape
     block_d = triton.next_power_of_2(width)
-    grid, meta = _grid(x, 1024, block_d)
+    # Phases are summed within a program, which few warps do best.
+    elements, warps = (2048, 8) if phase is None else (1024, 2)
+    grid, meta = _grid(x, elements, block_d)
     partial = None
     if phase is not None:
         tiles = triton.cdiv(length, meta["BLOCK_T"])
@@ -246,7 +248,7 @@ def polar_backward(
     polar_backward_kernel[grid](
         x, x.stride(), grad, grad.stride(), dx, dx.stride(), partial, angle, _row(angle), phase,
         heads, length, width, KIND=kind, PHASE=phase is not None, FAST=_fast(x), BLOCK_D=block_d,
-        num_warps=1, **meta,
+        num_warps=warps, **meta,
     )  # fmt: skip
     return None if partial is None else partial.sum((0, 1))
 

@@ -12,9 +12,9 @@ waits in float32 until all queries were seen.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -23,8 +23,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phasewise.kernels.body import load_row_statistics, load_tile, row_deltas
+from phasewise.kernels.hardware import capability
 from phasewise.kernels.prepare import tile_of
 from phasewise.kernels.tiles import UNSEEN, block_width, describe, launch
+
+PLACES = ("first", "last", "blocks", "sides")  # not to be compiled for anew when they change
+HOPPER_ROWS = 64  # keys of a group of warps there: the rows of one tensor core instruction
 
 
 @triton.jit
@@ -44,7 +48,7 @@ def sum_at(sum_ptr, head, tile, sides, SIDE: tl.constexpr, BLOCK: tl.constexpr):
     return sum_ptr + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACES)
 def score_grad_kernel(
     q_desc, k_desc, v_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
     first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2,
@@ -95,7 +99,7 @@ def score_grad_kernel(
     tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), inside & (last == sides))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACES)
 def key_product_kernel(
     ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, first, last, blocks, sides, KEY_HEADS, GROUP, T, E, scale,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -130,7 +134,7 @@ def key_product_kernel(
     tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), inside & (last == sides))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLACES)
 def query_product_kernel(
     ds_desc, k_desc, dq_ptr, dq_strides, first, last, blocks, sides, H, GROUP, T, E, scale,
     CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -153,63 +157,59 @@ def query_product_kernel(
     tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), (t[:, None] < T) & (e[None, :] < E))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Rows and key heads of a call that are worked on together, their queries in `parts` parts."""
+def score_grad(
+    grid: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+    stored: Callable[[int, int], TensorDescriptor], pointers: tuple, **numbers: Any,
+) -> None:  # fmt: skip
+    """`score_grad_kernel`, or what takes its place where the hardware has more to offer."""
+    hopper = capability(q.device) == (9, 0)
+    block_m, block_e, block_d = numbers["BLOCK_M"], block_width(q.shape[3]), block_width(v.shape[3])
+    keys = HOPPER_ROWS if hopper else numbers["SIDE"]
+    descriptors = (
+        describe(q, block_m, block_e), describe(k, keys, block_e), describe(v, keys, block_d),
+        describe(dout, block_m, block_d), stored(keys, block_m),
+    )  # fmt: skip
+    if hopper:
+        from phasewise.kernels import stored_hopper
 
-    rows: slice
-    keys: slice
-    parts: int
+        stored_hopper.score_grad_kernel[grid](*map(stored_hopper.laid_out, descriptors), *pointers, **numbers)
+    else:
+        score_grad_kernel[grid](*descriptors, *pointers, BLOCK_D=block_d, **numbers)
 
 
-def pieces(q: Tensor, key_heads: int, *, causal: bool) -> Iterator[Piece]:
-    """Pieces whose parts hold about as many visible pairs as q has elements.
+def pieces(q: Tensor, k: Tensor, *, causal: bool) -> list[tuple[slice, slice]]:
+    """Rows and key heads to work on together: as many as see about as many pairs as q and k have elements.
 
-    They are whole rows, or heads of one row. A part of fewer than two heads would leave processors idle, so
-    longer rows are cut into parts.
+    They are whole rows, or heads of one row; at least two heads, as one leaves processors idle.
     """
-    rows, heads, length, _ = q.shape
-    pairs = heads // key_heads * length**2 // (2 if causal else 1)
-    at_once = max(min(2, key_heads), q.numel() // pairs)
+    rows, key_heads = k.shape[:2]
+    at_once = max(min(2, key_heads), (q.numel() + k.numel()) // _pairs(q, k, causal))
     if at_once >= key_heads:
         step = triton.cdiv(rows, triton.cdiv(rows, at_once // key_heads))
-        parts = triton.cdiv(step * key_heads * pairs, q.numel())
-        yield from (
-            Piece(slice(row, min(row + step, rows)), slice(0, key_heads), parts)
-            for row in range(0, rows, step)
-        )
-        return
+        return [(slice(row, min(row + step, rows)), slice(0, key_heads)) for row in range(0, rows, step)]
     step = triton.cdiv(key_heads, triton.cdiv(key_heads, at_once))
-    parts = triton.cdiv(step * pairs, q.numel())
-    for row in range(rows):
-        for head in range(0, key_heads, step):
-            yield Piece(slice(row, row + 1), slice(head, min(head + step, key_heads)), parts)
+    starts = range(0, key_heads, step)
+    parts = [slice(head, min(head + step, key_heads)) for head in starts]
+    return [(slice(row, row + 1), part) for row in range(rows) for part in parts]
+
+
+def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
+    """About how many pairs of a query and a key one key head sees."""
+    return max(1, q.shape[1] // k.shape[1] * q.shape[2] ** 2 // (2 if causal else 1))
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    into: tuple[Tensor, Tensor, Tensor], *, scale: float, causal: bool,
+    into: tuple[Tensor, Tensor, Tensor], *, limit: int, scale: float, causal: bool,
 ) -> None:  # fmt: skip
-    """`body.backward` for as many queries as keys, no window, no positions and no slopes; dq may be q itself."""
-    delta = row_deltas(out, dout, dlse)
-    group = q.shape[1] // k.shape[1]
-    for piece in pieces(q, k.shape[1], causal=causal):
-        rows, keys = piece.rows, piece.keys
-        queries = slice(keys.start * group, keys.stop * group)
-        _backward(
-            q[rows, queries], k[rows, keys], v[rows, keys], lse[rows, queries], delta[rows, queries],
-            dout[rows, queries], (into[0][rows, queries], into[1][rows, keys], into[2][rows, keys]),
-            parts=piece.parts, scale=scale, causal=causal,
-        )  # fmt: skip
+    """`body.backward` for as many queries as keys, no window, no positions and no slopes; dq may be q itself.
 
-
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dout: Tensor,
-    into: tuple[Tensor, Tensor, Tensor], *, parts: int, scale: float, causal: bool,
-) -> None:  # fmt: skip
+    limit bounds the elements of ds, about: queries are taken in as many parts as that needs.
+    """
     rows, heads, length, width = q.shape
     key_heads, value_width = v.shape[1], v.shape[3]
     dq, dk, dv = into
+    delta = row_deltas(out, dout, dlse)
     meta, query_meta, key_meta = (
         launch(f"separable.{name}", q, qk=width, v=value_width, length=length)
         for name in ("score_grad", "query_product", "key_product")
@@ -224,6 +224,7 @@ def _backward(
     def blocks_before(queries: int) -> int:
         return queries * (queries + 1) // 2 if causal else queries * sides
 
+    parts = triton.cdiv(rows * key_heads * _pairs(q, k, causal), limit)
     bounds = [round(sides * (part / parts) ** (0.5 if causal else 1.0)) for part in range(parts + 1)]
     ranges = [(first, last, blocks_before(last) - blocks_before(first)) for first, last in pairwise(bounds)]
     ds = q.new_empty(rows * heads * max(blocks for *_, blocks in ranges) * side, side)
@@ -242,11 +243,9 @@ def _backward(
             continue
         here = {"first": first, "last": last, "blocks": blocks, **shared}
         key_tiles = last if causal else sides
-        score_grad_kernel[(rows * key_heads, key_tiles)](
-            describe(q, block_m, block_e), describe(k, side, block_e), describe(v, side, block_d),
-            describe(dout, block_m, block_d), stored(side, block_m), lse, delta, dv, dv.stride(), dv_sum,
-            KEY_HEADS=key_heads, D=value_width, scale_log2=scale * math.log2(math.e), BLOCK_D=block_d,
-            **(here | meta),
+        score_grad(
+            (rows * key_heads, key_tiles), q, k, v, dout, stored, (lse, delta, dv, dv.stride(), dv_sum),
+            KEY_HEADS=key_heads, D=value_width, scale_log2=scale * math.log2(math.e), **(here | meta),
         )  # fmt: skip
         key_product_kernel[(rows * key_heads, key_tiles)](
             stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), dk_sum, KEY_HEADS=key_heads,

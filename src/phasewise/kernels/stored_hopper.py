@@ -1,0 +1,201 @@
+"""`stored.score_grad_kernel` for compute capability 9.0: warps that load, and two groups of warps that never meet.
+
+Letters as in `stored`. Each group has 64 of the 128 keys of a program. While it makes p and ds of one tile of
+queries, the tensor cores make the scores of its next, so a step of the loader brings the queries of one tile and
+the output gradient of the tile before it.
+"""
+
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# Kernels annotate compile-time values as gl.constexpr and use them as what they hold.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
+
+from phasewise.kernels.tiles import EMPTY, LOG2E, UNSEEN
+
+GROUPS = gl.constexpr(2)
+await_group = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
+ROWS = gl.constexpr(64)  # keys of a group: the rows of one tensor core instruction
+
+
+@gluon.jit
+def buffers(COUNT: gl.constexpr, descriptor):
+    """Shared memory for as many tiles."""
+    shape: gl.constexpr = [COUNT] + descriptor.block_shape  # noqa: RUF005 (the compiler knows no unpacking)
+    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def load(
+    q_desc, k_desc, v_desc, dout_desc, k_smem, v_smem, q_smem, dout_smem, keys_ready, full, empty,
+    b, key, n, low, tiles, GROUP,
+):  # fmt: skip
+    """Keys and values once; then, step by step, a tile of queries and the output gradient of the one before."""
+    mbarrier.expect(keys_ready, GROUPS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for group in gl.static_range(GROUPS):
+        tma.async_copy_global_to_shared(
+            k_desc, [b, key, n + ROWS * group, 0], keys_ready, k_smem.index(group)
+        )
+        tma.async_copy_global_to_shared(
+            v_desc, [b, key, n + ROWS * group, 0], keys_ready, v_smem.index(group)
+        )
+    BLOCK_M: gl.constexpr = q_desc.block_shape[2]
+    STAGES: gl.constexpr = q_smem.shape[0]
+    steps = GROUP * tiles
+    for step in range(steps + 1):
+        stage = step % STAGES
+        ahead = gl.minimum(step, steps - 1)
+        behind = gl.maximum(step - 1, 0)
+        ready = full.index(stage)
+        mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+        mbarrier.expect(ready, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
+        q_at = [b, key * GROUP + ahead // tiles, low + ahead % tiles * BLOCK_M, 0]
+        tma.async_copy_global_to_shared(q_desc, q_at, ready, q_smem.index(stage))
+        dout_at = [b, key * GROUP + behind // tiles, low + behind % tiles * BLOCK_M, 0]
+        tma.async_copy_global_to_shared(dout_desc, dout_at, ready, dout_smem.index(stage))
+
+
+@gluon.jit
+def score(
+    group, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
+    lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, tiles,
+    first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2,
+    CAUSAL: gl.constexpr, SIDE: gl.constexpr,
+):  # fmt: skip
+    """dv of 64 keys, and their part of ds^T."""
+    STAGES: gl.constexpr = q_smem.shape[0]
+    BLOCK_M: gl.constexpr = q_smem.shape[3]
+    BLOCK_E: gl.constexpr = q_smem.shape[4]
+    BLOCK_D: gl.constexpr = dout_smem.shape[4]
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dv_layout, 2)
+    dtype: gl.constexpr = q_smem.dtype
+    n = tile * SIDE + ROWS * group
+    j = n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout))
+    s = n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, dv_layout))
+    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dv_layout))
+    k = k_smem.index(group).reshape([ROWS, BLOCK_E])
+    v = v_smem.index(group).reshape([ROWS, BLOCK_D])
+    ds_tile = ds_smem.index(group)
+    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, dv_layout)
+    sum_at = (gl.program_id(0).to(gl.int64) * sides * SIDE + s.to(gl.int64))[:, None] * BLOCK_D + d[None, :]
+    if sum_ptr is not None:
+        dv = gl.load(sum_ptr + sum_at, first > (tile if CAUSAL else 0), other=0.0)
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, score_layout)
+    masked_up_to = gl.where(n + ROWS > T, T, n + ROWS - 1 if CAUSAL else 0)
+    mbarrier.wait(keys_ready, 0)
+    mbarrier.wait(full.index(0), 0)
+    q = q_smem.index(0).reshape([BLOCK_M, BLOCK_E])
+    scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False)
+    await_group()
+    mbarrier.arrive(empty.index(0))
+    for step in range(GROUP * tiles):
+        m = low + step % tiles * BLOCK_M
+        head = (b * KEY_HEADS + key) * GROUP + step // tiles
+        i = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, score_layout))
+        row = head.to(gl.int64) * T + i
+        lse = gl.load(lse_ptr + row, i < T, other=EMPTY)
+        delta = gl.load(delta_ptr + row, i < T, other=0.0)
+        stage = (step + 1) % STAGES
+        mbarrier.wait(full.index(stage), (step + 1) // STAGES & 1)
+        q = q_smem.index(stage).reshape([BLOCK_M, BLOCK_E])
+        dout = dout_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+        dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        following = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if m < masked_up_to:
+            seen = (j < T)[:, None] & (i >= 0)[None, :]
+            if CAUSAL:
+                seen = seen & (j[:, None] <= i[None, :])
+            scores = gl.where(seen, scores, UNSEEN)
+        lse = gl.where(lse <= EMPTY, float("inf"), lse * LOG2E)
+        p = gl.exp2(scores * scale_log2 - lse[None, :])
+        # Begun before the wait for dp, so that p is made while the tensor cores are at work.
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(2, deps=[dp])
+        ds = p * (dp - delta[None, :])
+        queries = m // SIDE
+        if CAUSAL:
+            within = queries * (queries + 1) // 2 - first * (first + 1) // 2 + tile
+        else:
+            within = (queries - first) * sides + tile
+        tma.store_wait(0)
+        ds_tile.store(ds.to(dtype))
+        fence_async_shared()
+        at = [(head * blocks + within) * SIDE + ROWS * group, m % SIDE]
+        tma.async_copy_shared_to_global(ds_desc, at, ds_tile)
+        dv, scores = warpgroup_mma_wait(0, deps=[dv, following])
+        # All warps of the group are done with this stage.
+        await_group()
+        mbarrier.arrive(empty.index(stage))
+    tma.store_wait(0)
+    if sum_ptr is not None:
+        gl.store(sum_ptr + sum_at, dv, last < sides)
+    row = b.to(gl.int64) * dv_strides[0] + key.to(gl.int64) * dv_strides[1]
+    dv_at = dv_ptr + row + s.to(gl.int64)[:, None] * dv_strides[2] + d[None, :] * dv_strides[3]
+    gl.store(dv_at, dv.to(dtype), (s < T)[:, None] & (d < D)[None, :] & (last == sides))
+
+
+@gluon.jit(do_not_specialize=("first", "last", "blocks", "sides"))
+def score_grad_kernel(
+    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
+    first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2,
+    CAUSAL: gl.constexpr, SIDE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As `stored.score_grad_kernel`."""
+    tile = gl.program_id(1)
+    b = gl.program_id(0) // KEY_HEADS
+    key = gl.program_id(0) % KEY_HEADS
+    low = first * SIDE
+    if CAUSAL:
+        low = gl.maximum(low, tile * SIDE)
+    tiles = gl.cdiv(gl.minimum(last * SIDE, T) - low, BLOCK_M)
+    k_smem = buffers(GROUPS, k_desc)
+    v_smem = buffers(GROUPS, v_desc)
+    q_smem = buffers(STAGES, q_desc)
+    dout_smem = buffers(STAGES, dout_desc)
+    ds_smem = buffers(GROUPS, ds_desc)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    gl.warp_specialize(
+        [
+            (score, (
+                0, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
+                lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, tiles,
+                first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2, CAUSAL, SIDE,
+            )),
+            (score, (
+                1, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
+                lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, tiles,
+                first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2, CAUSAL, SIDE,
+            )),
+            (load, (
+                q_desc, k_desc, v_desc, dout_desc, k_smem, v_smem, q_smem, dout_smem, keys_ready, full, empty,
+                b, key, tile * SIDE, low, tiles, GROUP,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def laid_out(descriptor: TritonDescriptor) -> TensorDescriptor:
+    """A descriptor of half-precision tiles, with the layout in shared memory that tensor cores read."""
+    layout = gl.NVMMASharedLayout.get_default_for(descriptor.block_shape, gl.float16)
+    return TensorDescriptor(
+        descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape, layout
+    )
