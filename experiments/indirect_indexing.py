@@ -35,10 +35,11 @@ from phasewise.train.side_by_side import train_side_by_side
 RULE = __doc__.split("\n\n")[2]
 RECIPE = "pope-indirect-indexing"
 VARIANTS: dict[str, dict[str, object]] = {
+    "phases": {"encoding_rate": 10.0},
+    "gated-phases": {"encoding_rate": 10.0, "activation": "swiglu"},
+    "gated-norm-phases": {"encoding_rate": 10.0, "activation": "swiglu", "qk_norm": True},
+    "gated-phases-30": {"encoding_rate": 30.0, "activation": "swiglu"},
     "paper": {},
-    "rate": {"learning_rate": 4e-4},
-    "norm": {"qk_norm": True},
-    "rate-norm": {"learning_rate": 4e-4, "qk_norm": True},
 }
 """Changes of the paper's recipe that cost neither steps, rows nor parameters."""
 BLOCK = 100

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from phasewise.encodings import ENCODINGS, named
 from phasewise.model import ModelConfig, Transformer
-from phasewise.train.optimizer import build_optimizer, learning_rate
+from phasewise.train.optimizer import build_optimizer, learning_rate, shares
 from phasewise.train.recipe import SCALINGS, Budget, CompareRecipe
 from phasewise.train.schedule import WarmupStableDecay
 
@@ -42,6 +42,17 @@ def test_only_matrices_decay_and_phases_do_not():
     for name, parameter in model.named_parameters():
         wanted = not ("norm" in name or "encoding" in name)
         assert (id(parameter) in decayed, id(parameter) in kept) == (wanted, not wanted), name
+
+
+def test_phases_with_a_rate_of_their_own_are_a_group_of_their_own():
+    model = Transformer(recipe("pope").model)
+    given = recipe(encoding_rate=10.0)
+    _, _, phases = build_optimizer(given, model).param_groups
+    assert {id(parameter) for parameter in phases["params"]} == {
+        id(parameter) for name, parameter in model.named_parameters() if "encoding" in name
+    }
+    assert phases["weight_decay"] == 0
+    assert shares(given) == (1, 1, 10)
 
 
 def test_a_decayed_weight_without_gradient_shrinks_by_rate_times_decay_and_a_phase_stays():

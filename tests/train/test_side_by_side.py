@@ -10,7 +10,9 @@ from phasewise.interrupt import Interrupted
 from phasewise.train import loop, side_by_side
 from phasewise.train.checkpoint import saved
 from phasewise.train.loop import Diverged
+from phasewise.train.processes import Processes
 from phasewise.train.side_by_side import train_side_by_side
+from phasewise.train.trainer import Trainer
 
 from .small import CPU, corpus, recipe
 
@@ -46,6 +48,22 @@ def test_models_side_by_side_take_the_steps_of_the_ordinary_loop_to_the_last_dig
         assert found[name].loss == alone.loss
         for key, weight in alone.model.state_dict().items():
             assert torch.equal(found[name].model.state_dict()[key], weight), key
+
+
+def test_phases_with_a_rate_of_their_own_move_so_much_further_here_and_in_the_ordinary_loop(tmp_path):
+    given = {
+        share: recipe("pope", steps=1, warmup=0, checkpoint_every=1, encoding_rate=share)
+        for share in (1.0, 8.0)
+    }
+    start = Trainer(given[1.0], Processes(rank=0, size=1, device=CPU)).model.state_dict()
+    moved = {}
+    for share, each in given.items():
+        found = run(tmp_path / f"together{share}", {"pope": each}, block=1)["pope"].model.state_dict()
+        alone = loop.train(each, corpus(), tmp_path / f"alone{share}", device=CPU).model.state_dict()
+        assert all(torch.equal(found[key], alone[key]) for key in start)
+        moved[share] = {key: found[key] - start[key] for key in start}
+    for key, step in moved[1.0].items():
+        torch.testing.assert_close(moved[8.0][key], 8 * step if "phase" in key else step)
 
 
 def test_several_sittings_equal_one_to_the_last_digit(tmp_path):

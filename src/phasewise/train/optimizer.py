@@ -21,16 +21,28 @@ def learning_rate(recipe: Budget, step: int) -> float:
     return share * recipe.learning_rate + (1 - share) * recipe.final_learning_rate
 
 
+def shares(recipe: Budget) -> tuple[float, float, float]:
+    """What each of `build_optimizer`'s groups takes of the learning rate."""
+    return 1.0, 1.0, recipe.encoding_rate
+
+
 def build_optimizer(recipe: Budget, model: Transformer) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms and an encoding's own parameters (PoPE's phases) alone."""
+    """AdamW that decays matrices and leaves norms and an encoding's own parameters (PoPE's phases) alone.
+
+    The latter have a group of their own, the third, where their rate is another.
+    """
     encodings = [module for module in model.modules() if isinstance(module, Encoding)]
     positional = {id(parameter) for encoding in encodings for parameter in encoding.parameters()}
-    decayed, kept = [], []
+    decayed, kept, phases = [], [], []
     for parameter in model.parameters():
-        matrix = parameter.ndim >= 2 and id(parameter) not in positional
-        (decayed if matrix else kept).append(parameter)
+        if id(parameter) in positional:
+            (kept if recipe.encoding_rate == 1 else phases).append(parameter)
+        else:
+            (decayed if parameter.ndim >= 2 else kept).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": recipe.weight_decay},
         {"params": kept, "weight_decay": 0.0},
     ]
+    if phases:
+        groups.append({"params": phases, "weight_decay": 0.0})
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, recipe.beta2), fused=True)

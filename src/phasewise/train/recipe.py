@@ -52,6 +52,8 @@ class Budget(BaseModel):
     """Steps over which the learning rate rises linearly."""
     schedule: AnySchedule = Cosine()
     """How the learning rate goes from there to the final one: cosine | wsd."""
+    encoding_rate: float = Field(default=1.0, gt=0)
+    """Learning rate of an encoding's own parameters (PoPE's phases), over that of the weights."""
     weight_decay: float = Field(default=0.1, ge=0)
     """AdamW's decoupled decay, on matrices only."""
     beta2: float = Field(default=0.99, gt=0, lt=1)

@@ -24,7 +24,7 @@ from phasewise.model import Transformer
 from phasewise.train.checkpoint import Checkpoint, load, require_same_run, save, saved, step_of
 from phasewise.train.loop import Diverged, Trained, cpu_threads
 from phasewise.train.metrics import cut, losses_until
-from phasewise.train.optimizer import learning_rate
+from phasewise.train.optimizer import learning_rate, shares
 from phasewise.train.processes import Processes
 from phasewise.train.recipe import TrainRecipe
 from phasewise.train.short import ShortRows, obstacle
@@ -238,11 +238,11 @@ class Lane:
 
     def _step(self) -> None:
         *batch, rate = (x.index_select(0, self.place)[0] for x in self.inputs)
-        for group in self.trainer.optimizer.param_groups:
+        for group, share in zip(self.trainer.optimizer.param_groups, shares(self.recipe), strict=False):
             if self.device.type == "cuda":
-                group["lr"].copy_(rate)
+                group["lr"].copy_(share * rate)
             else:
-                group["lr"] = rate.item()
+                group["lr"] = share * rate.item()
         loss = self.task.loss(*batch)
         loss.backward()
         norm = self.task.update(rate)

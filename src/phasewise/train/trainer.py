@@ -20,7 +20,7 @@ from phasewise.data import Windows
 from phasewise.evaluate import Measurement, measure
 from phasewise.model import Transformer
 from phasewise.train.objective import Objective, Served
-from phasewise.train.optimizer import build_optimizer, learning_rate
+from phasewise.train.optimizer import build_optimizer, learning_rate, shares
 from phasewise.train.prefetch import Part
 from phasewise.train.processes import Processes, replicated, sharded, shared_rows
 from phasewise.train.recipe import TrainRecipe
@@ -56,8 +56,9 @@ class Trainer:
 
     def step(self, step: int, parts: Sequence[Part]) -> Tensor:
         """Take step 0, 1, ..; give, on the device, the batch's mean loss and the gradient's norm before clipping."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe, step)
+        rate = learning_rate(self.recipe, step)
+        for group, share in zip(self.optimizer.param_groups, shares(self.recipe), strict=False):
+            group["lr"] = share * rate
         losses = []
         for number, part in enumerate(parts):
             with self._communicating(number == len(parts) - 1):
