@@ -17,6 +17,7 @@ with starting():
     from phasewise.cli.inspect import inspect
     from phasewise.cli.profile import profile
     from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, Left, leave, one_line
+    from phasewise.cli.together import speaker
     from phasewise.cli.tokenize import tokenize
     from phasewise.cli.train import train
 
@@ -61,6 +62,10 @@ def _run(arguments: Sequence[str] | None) -> int:
         with within_machine():
             return COMMANDS[name](rest)
     except BrokenPipeError:
+        raise
+    except SystemExit as end:
+        # tyro has said what is wrong, in the first process, which the launcher stops when another one ends.
+        speaker(f"left with {end.code}")
         raise
     except Left as end:
         return leave(str(end), end.code)

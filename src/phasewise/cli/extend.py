@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 
 from phasewise.cli.terminal import early, fields, print_run, run_options, sitting
+from phasewise.cli.together import is_first
 
 EXTEND = """Continue a checkpoint at a longer length, its rates changed; measure before and after.
 
@@ -43,7 +44,9 @@ def extend(arguments: Sequence[str]) -> int:
 
     settings = {name: getattr(begun, name) for name in Continuation.model_fields} if begun else {}
     parsed = make_dataclass("Extend", fields(Continuation(**settings)), bases=(Options,), kw_only=True)
-    options = tyro.cli(parsed, prog="phasewise extend", args=arguments, description=EXTEND)
+    options = tyro.cli(
+        parsed, prog="phasewise extend", args=arguments, description=EXTEND, console_outputs=is_first()
+    )
     recipe = ExtendRecipe(**{name: getattr(options, name) for name in ExtendRecipe.model_fields})
     if is_hugging_face(inside(recipe.checkpoint)):
         rule = rewrite(recipe, options.out)

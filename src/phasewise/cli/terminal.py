@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ValidationError
 
+from phasewise.cli.together import speaker
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -138,5 +140,7 @@ def print_whole(table: "Table") -> None:
 
 
 def leave(message: str, code: int) -> int:
-    print(f"phasewise: {message}", file=sys.stderr)
+    """Say the last words of a command, unless the first of several processes has; its exit code."""
+    if (name := speaker(message)) is not None:
+        print(f"{name}: {message}", file=sys.stderr)
     return code

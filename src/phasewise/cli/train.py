@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from phasewise.cli.terminal import early, fields, print_run, sitting
+from phasewise.cli.together import is_first
 
 TRAIN = """Train one model, in one process or in those that `accelerate launch` or torchrun started.
 
@@ -47,7 +48,9 @@ def train(arguments: Sequence[str]) -> int:
     else:
         default = RunRecipe() if known.recipe is None else read_recipe(known.recipe)
     parsed = make_dataclass("Train", fields(default), bases=(Options,), kw_only=True)
-    options = tyro.cli(parsed, prog="phasewise train", args=arguments, description=TRAIN)
+    options = tyro.cli(
+        parsed, prog="phasewise train", args=arguments, description=TRAIN, console_outputs=is_first()
+    )
     recipe = RunRecipe(**{name: getattr(options, name) for name in RunRecipe.model_fields})
     here = join(options.device)
     try:
