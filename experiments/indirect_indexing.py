@@ -5,7 +5,7 @@
 The rule, one for every encoding and seed and fixed before a test example was read: the weights that count are
 the running average of the last two thousand steps or so, and of the checkpoints, one every 4000 steps, the one
 with the highest accuracy on the first 2000 validation examples, the later of equals. Its accuracy on all test
-examples is the result; beside it stand the last checkpoint's and those without averaging.
+examples is the result; beside it stands the last checkpoint's, averaged and not.
 
 Each model writes PARTS/VARIANT-ENCODING-SEED.json as it goes; `experiments.indirect_indexing_report` joins them.
 A pilot (`--seconds`) stops early and reads no test example. Interrupted, a training goes on from RUN.
@@ -51,8 +51,8 @@ WATCHED = 2000
 ROWS = 2000
 
 Point = dict[str, float]
-"""Steps; of the average and of the weights as they are, accuracy and loss on what is watched, and on the test
-examples where the accuracy is the highest so far, and at the end."""
+"""Steps; of the average and of the weights as they are, accuracy and loss on what is watched; accuracy on the test
+examples, of the average where it is the highest so far, of both at the end."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,11 @@ class Watch:
         point: Point = {"steps": steps}
         for name, model in {"average": self.average, "weights": self.model}.items():
             point[name], point[f"{name}_loss"] = measure(model, self.watched)
-            leads = all(point[name] >= earlier[name] for earlier in self.curve)
-            if self.test is not None and (leads or last):
-                point[f"{name}_test"], _ = measure(model, self.test)
+        leads = all(point["average"] >= earlier["average"] for earlier in self.curve)
+        if self.test is not None and (leads or last):
+            point["average_test"], _ = measure(self.average, self.test)
+        if self.test is not None and last:
+            point["weights_test"], _ = measure(self.model, self.test)
         self.curve.append(point)
         return True
 
@@ -143,9 +145,9 @@ class Watch:
         self.curve = state["curve"]
 
 
-def best(curve: list[Point], name: str = "average") -> Point:
+def best(curve: list[Point]) -> Point:
     """The point that the rule chooses: the highest accuracy on what is watched, the later of equals."""
-    return max(curve, key=lambda point: (point[name], point["steps"]))
+    return max(curve, key=lambda point: (point["average"], point["steps"]))
 
 
 def run(
@@ -214,6 +216,7 @@ def main() -> None:
     def write(name: str, curve: list[Point]) -> None:
         told = {
             "variant": given.variant,
+            "changes": VARIANTS[given.variant],
             "training": recipes[name].model_dump(mode="json"),
             "rule": RULE,
             "block": BLOCK,

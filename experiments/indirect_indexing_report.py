@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from experiments.indirect_indexing import VARIANTS, best
+from experiments.indirect_indexing import best
 from phasewise.record import replacing, written
 
 RULE = __doc__.split("\n\n")[2].strip()
@@ -38,13 +38,15 @@ def read(folder: Path) -> list[Part]:
 def pilot(parts: Iterable[Part]) -> list[dict[str, Any]]:
     """Each variant's accuracy and loss at the furthest common step, the chosen one first."""
     curves: dict[str, list[list[dict[str, float]]]] = {}
+    changes = {}
     for part in parts:
         curves.setdefault(part["recipe"]["variant"], []).append(part["values"])
+        changes[part["recipe"]["variant"]] = part["recipe"]["changes"]
     step = min(curve[-1]["steps"] for seeds in curves.values() for curve in seeds)
     rows = []
     for variant, seeds in curves.items():
         points = [next(point for point in curve if point["steps"] == step) for curve in seeds]
-        row: dict[str, Any] = {"variant": variant, "changes": VARIANTS[variant], "steps": step}
+        row: dict[str, Any] = {"variant": variant, "changes": changes[variant], "steps": step}
         for name in ("average", "average_loss"):
             values = [point[name] for point in points]
             row[name] = {"mean": statistics.fmean(values), "seeds": values}
@@ -71,7 +73,7 @@ def joined(parts: list[Part], trials: list[Part]) -> dict[str, Any]:
         for kind, models in encodings.items()
     }
     rule = {"rule": first["recipe"]["rule"], "pilot's rule": RULE}
-    recipe = {"variant": first["recipe"]["variant"], "training": shared, **rule}
+    recipe = {**{name: first["recipe"][name] for name in ("variant", "changes")}, "training": shared, **rule}
     values: dict[str, Any] = {kind: _summary(kind, models) for kind, models in sorted(encodings.items())}
     if trials:
         values["pilot"] = pilot(trials)
@@ -80,10 +82,8 @@ def joined(parts: list[Part], trials: list[Part]) -> dict[str, Any]:
 
 def _summary(kind: str, models: list[Part]) -> dict[str, Any]:
     chosen = [best(model["values"])["average_test"] for model in models]
-    plain = [best(model["values"], "weights")["weights_test"] for model in models]
     return {
         "test_accuracy": _spread(chosen),
-        "without averaging": _spread(plain),
         "solved": sum(test >= SOLVED for test in chosen),
         "paper": PAPER[kind],
         "seeds": [
@@ -109,7 +109,7 @@ def choose(parts: Path, out: Path) -> None:
     for row in rows:
         accuracies = ", ".join(f"{value:.1%}" for value in row["average"]["seeds"])
         print(
-            f"{row['variant']:10} step {row['steps']:6.0f}: {row['average']['mean']:.1%} ({accuracies}), "
+            f"{row['variant']:18} step {row['steps']:6.0f}: {row['average']['mean']:.1%} ({accuracies}), "
             f"loss {row['average_loss']['mean']:.3f}"
         )
     with replacing(out) as unfinished:
