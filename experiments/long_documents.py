@@ -23,14 +23,23 @@ from time import perf_counter
 
 from phasewise.data.passkey import ASKED, CLOSED, LEAST, MOST, NAMES
 
-TRAINED = ("rope", "pope", "tapa", "alibi")
+RATE = 1.5e-3
+TRAINED = {
+    "rope": ("rope", RATE, ()),
+    "pope": ("pope", RATE, ()),
+    "alibi": ("alibi", RATE, ()),
+    "tapa": ("tapa", RATE / 5, ()),
+    "tapa-norm": ("tapa", RATE, ("--qk-norm",)),
+}
+"""Encoding, learning rate and what else differs. TAPA's gradients explode at the others' rate: its paper trains it at
+a fifth of RoPE's, and normed queries and keys bound them."""
 HELD_OUT = {"test": 8, "validation": 4}
 NOVELS = 128
-PASSKEY_DOCUMENTS = 1500
-FILLER = 5000
+PASSKEY_DOCUMENTS = 2000
+FILLER = 3800
 """Characters of a novel in a passkey document, so that no document is shorter than a row."""
-TOLD_TWICE = range(2, 9)
-RULES = {"rope-yarn-4x": ("yarn", 4), "rope-ntk-4x": ("ntk", 4), "rope-yarn-16x": ("yarn", 16)}
+TOLD_TWICE = range(8, 17)
+RULES = {"rope-yarn-4x": ("yarn", 4), "rope-ntk-4x": ("ntk", 4)}
 CONTINUED = {"rope-yarn-4x-trained": ("rope", "yarn"), "pope-4x-trained": ("pope", "none")}
 ALIKE = 0.3
 """Share of common phrases from which two texts are one novel."""
@@ -43,12 +52,12 @@ class Sizes:
     size: tuple[str, ...] = ("--size", "25M")
     context: int = 1024
     rows: int = 32
-    steps: int = 2400
+    steps: int = 1300
     continued: int = 60
     lengths: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Times the context."""
-    tokens: int = 2**19
-    examples: int = 20
+    tokens: int = 2**18
+    examples: int = 10
     batch_tokens: int = 2**16
     fast: tuple[str, ...] = ("--precision", "bfloat16", "--compile")
     dtype: tuple[str, ...] = ("--dtype", "bfloat16")
@@ -126,17 +135,17 @@ def passkey_document(source: random.Random, novels: Sequence[str]) -> str:
 
 def run(shards: Path, novel: Path, out: Path, device: str, sizes: Sizes) -> None:
     """Train all models side by side, change RoPE's rates, continue two, evaluate everything, and ask for advice."""
-    data, every = f"shards:{shards}", sizes.steps // 6
+    data = f"shards:{shards}"
     where = ["--device", device]
     trainings = {
         name: [
-            "train", "--data", data, "--encoding", name, *sizes.size, *sizes.fast, *where,
+            "train", "--data", data, "--encoding", encoding, *more, *sizes.size, *sizes.fast, *where,
             *("--context", sizes.context, "--batch-size", sizes.rows, "--steps", sizes.steps),
-            *("--warmup", sizes.steps // 20, "--learning-rate", 1.5e-3, "--final-learning-rate", 1e-4),
-            *("--beta2", 0.95, "--evaluate-every", max(1, every), "--evaluate-tokens", sizes.tokens // 4),
+            *("--warmup", sizes.steps // 20, "--learning-rate", rate, "--final-learning-rate", rate / 15),
+            *("--beta2", 0.95, "--evaluate-every", sizes.steps // 4, "--evaluate-tokens", sizes.tokens // 4),
             *("--checkpoint-every", sizes.steps),
         ]
-        for name in TRAINED
+        for name, (encoding, rate, more) in TRAINED.items()
     }  # fmt: skip
     changed = {
         name: ["extend", out / "rope", "--rule", rule, "--length", factor * sizes.context, "--steps", 0]
