@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.readme_figure import with_table
+from phasewise.figures import figure
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "attention.md"
@@ -48,20 +49,14 @@ def table(document: dict[str, Any]) -> str:
 
 def draw(document: dict[str, Any], path: Path) -> None:
     """Bars: the ratio of every implementation to plain flash-attn-4, forward with backward, a panel a width."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     rows = [row for row in document["values"]["times"] if f"both_to_{BASELINE}" in row]
     if not rows:
         raise ValueError(f"the record has no ratio to {BASELINE}: measure where it is installed")
     widths = sorted({row["width"] for row in rows})
     lengths = sorted({row["length"] for row in rows})
     names = list(dict.fromkeys(row["subject"] for row in rows))
-    style: Any = {"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 8}
-    with rc_context(style):
-        size = (4.6 * len(widths), 0.34 * len(names) + 1.2)
-        figure = Figure(figsize=size, layout="constrained")
-        panels = figure.subplots(1, len(widths), sharey=True, squeeze=False)[0]
+    with figure(path, 4.6 * len(widths), 0.34 * len(names) + 1.2, style={"font.size": 8}) as drawn:
+        panels = drawn.subplots(1, len(widths), sharey=True, squeeze=False)[0]
         for axes, width in zip(panels, widths, strict=True):
             for place, length in enumerate(lengths):
                 found = {r["subject"]: r for r in rows if (r["width"], r["length"]) == (width, length)}
@@ -75,8 +70,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
         panels[0].set_yticks(range(len(names)), names)
         panels[0].invert_yaxis()
         handles, labels = panels[-1].get_legend_handles_labels()
-        figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(lengths))
-        figure.savefig(path, metadata={"Date": None})
+        drawn.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(lengths))
 
 
 def main(report: Path) -> None:

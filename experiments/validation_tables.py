@@ -20,6 +20,7 @@ import numpy as np
 
 from experiments.readme_figure import with_table
 from experiments.validate_interpolation import BLOCKS, addition_pairs, letter_pairs
+from phasewise.figures import figure
 from phasewise.lens.prediction import predict_interpolation
 from phasewise.lens.thresholds import FINE, KEPT, MISFIT
 from phasewise.record import replacing
@@ -312,13 +313,8 @@ def _block(model: dict[str, Any]) -> int:
 
 def draw(values: dict[str, Any], path: Path) -> None:
     """Left: effective frequency against block length. Right: what is kept against the misfit."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    style: Any = {"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 8}
-    with rc_context(style):
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
-        left, right = figure.subplots(1, 2)
+    with figure(path, 9, 3.6, style={"font.size": 8}) as drawn:
+        left, right = drawn.subplots(1, 2)
         for kind in ("cosine", "window", "lag", "blocks"):
             own = _of(values["models"], kind)
             left.loglog(
@@ -346,9 +342,7 @@ def draw(values: dict[str, Any], path: Path) -> None:
         left.minorticks_off()
         for axes in (left, right):
             axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        drawn.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
 
 
 def main(folder: Path | None) -> None:

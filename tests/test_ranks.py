@@ -16,6 +16,7 @@ RANKS = {
     "device": 0,
     "memory": 0,
     "lock": 0,
+    "figures": 1,
     "frequencies_hf": 1,
     "encodings": 1,
     "kernels": 1,

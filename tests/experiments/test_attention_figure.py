@@ -37,8 +37,10 @@ def test_figure_needs_the_baseline(tmp_path):
 
 
 def test_the_legend_lies_on_no_bar(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *to, **how: drawn.append(figure) or save(figure, *to, **how)
+    )
     document = json.loads((ROOT / "results" / "attention" / "h200.json").read_text())
     draw(document, tmp_path / "figure.svg")
     (figure,) = drawn

@@ -1,12 +1,12 @@
-"""Charts on paper: matplotlib, SVG and PNG, the same bytes for the same values."""
+"""Charts on paper, as SVG and PNG."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from phasewise.figures import figure
 from phasewise.lens.charts import COLOURS, PALETTE, Chart, HeatMap, Lines
-from phasewise.record import replacing
 
 DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted"}
 MOST_TICKS = 16
@@ -14,25 +14,15 @@ MOST_TICKS = 16
 
 def draw(chart: Chart, title: str, path: Path) -> None:
     """Draw `chart` into `path`; its suffix is the format."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style: dict[Any, Any] = {"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 9}
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-        axes = figure.subplots()
+    with figure(path, 7.2, 4.4, dpi=160) as drawn:
+        axes = drawn.subplots()
         if isinstance(chart, HeatMap):
-            _heat_map(chart, figure, axes)
+            _heat_map(chart, drawn, axes)
         else:
             _lines(chart, axes)
         axes.set_title(title, loc="left")
         axes.set_xlabel(chart.x.title)
         axes.set_ylabel(chart.y.title)
-        suffix = path.suffix.removeprefix(".")
-        with replacing(path) as unfinished:
-            figure.savefig(
-                unfinished, format=suffix, dpi=160, metadata={"Date": None} if suffix == "svg" else None
-            )
 
 
 def _lines(chart: Lines, axes: Any) -> None:
@@ -48,7 +38,7 @@ def _lines(chart: Lines, axes: Any) -> None:
         axes.legend(frameon=False, fontsize=8)
 
 
-def _heat_map(chart: HeatMap, figure: Any, axes: Any) -> None:
+def _heat_map(chart: HeatMap, drawn: Any, axes: Any) -> None:
     from matplotlib.colors import LogNorm, Normalize
 
     z = np.array(chart.z, dtype=np.float64)
@@ -58,7 +48,7 @@ def _heat_map(chart: HeatMap, figure: Any, axes: Any) -> None:
         if np.isfinite(z).any():
             norm = LogNorm(vmin=chart.low or np.nanmin(z), vmax=max(np.nanmax(z), chart.low or 0))
     image = axes.imshow(z, aspect="auto", origin="lower", cmap=COLOURS.lower(), norm=norm)
-    figure.colorbar(image, ax=axes, label=chart.value.title)
+    drawn.colorbar(image, ax=axes, label=chart.value.title)
     for ticks, labels in ((axes.set_xticks, chart.columns), (axes.set_yticks, chart.rows)):
         shown = range(0, len(labels), -(-len(labels) // MOST_TICKS))
         ticks(list(shown), [labels[place] for place in shown])

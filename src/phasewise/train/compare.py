@@ -16,6 +16,7 @@ from phasewise.data import Batch, Corpus, Windows, batch, load, windows
 from phasewise.device import usable
 from phasewise.encodings import PoPE, RoPEConfig
 from phasewise.evaluate import Measurement, measure
+from phasewise.figures import require_matplotlib
 from phasewise.frequencies import Geometric
 from phasewise.interrupt import Interrupted, stoppable
 from phasewise.model import Transformer, rescaled
@@ -35,7 +36,7 @@ from phasewise.train.folder import (
 from phasewise.train.kept import keep
 from phasewise.train.loop import Diverged, cpu_threads, train
 from phasewise.train.recipe import SCALINGS, CompareRecipe, TrainRecipe
-from phasewise.train.report import Comparison, CorpusFacts, Report, Row, Run, draw, require_matplotlib
+from phasewise.train.report import Comparison, CorpusFacts, Report, Row, Run, draw
 
 SPLIT = "test"
 BATCH_TOKENS = 4096

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from phasewise.data import Batch, Corpus, Windows
 from phasewise.device import usable
 from phasewise.evaluate import Measurement, Retrieval, TaskScore, measure, retrieve
+from phasewise.figures import require_matplotlib
 from phasewise.interrupt import Interrupted, stoppable
 from phasewise.memory import shortage
 from phasewise.record import record, replacing
@@ -29,7 +30,7 @@ from phasewise.train.evaluation_report import (
     draw_needles,
 )
 from phasewise.train.folder import REPORT, begin, held, read, require_free, require_same, writing
-from phasewise.train.report import CorpusFacts, require_matplotlib
+from phasewise.train.report import CorpusFacts
 
 PARTS = "parts"
 SUFFIXES = (".svg", ".png")

@@ -1,24 +1,18 @@
 """What an evaluation of checkpoints found: its values, its tables and its figures."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
 from phasewise.evaluate import Measurement, PositionLoss, RetrievalCell, TaskScore
-from phasewise.train.report import CorpusFacts, require_matplotlib
+from phasewise.figures import figure
+from phasewise.train.report import CorpusFacts
 
 PALETTE = ("#00798c", "#d1495b", "#c9971c", "#7b5ea7", "#6c757d", "#2e933c", "#e07a3f", "#1f4e79")
-STYLE: Any = {
-    "svg.hashsalt": "phasewise",
-    "svg.fonttype": "none",
-    "font.size": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+STYLE = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
 SHOWN = ("acc", "acc_norm", "exact_match", "perplexity", "word_perplexity")
 
 
@@ -203,8 +197,8 @@ def draw(evaluation: Evaluation, path: Path) -> None:
     Raises ValueError without matplotlib.
     """
     curves = evaluation.curves
-    with _figure(path, 7.2, 3.4 * len(curves)) as figure:
-        panels = figure.subplots(len(curves), 2, squeeze=False)
+    with figure(path, 7.2, 3.4 * len(curves), style=STYLE) as drawn:
+        panels = drawn.subplots(len(curves), 2, squeeze=False)
         for (by_length, by_position), number in zip(panels, curves, strict=True):
             for row, colour in zip(evaluation.rows, PALETTE * len(evaluation.rows), strict=False):
                 loss = row.losses[number]
@@ -240,8 +234,9 @@ def draw_needles(evaluation: Evaluation, path: Path) -> None:
     Raises ValueError without matplotlib.
     """
     counts = [needles.needles for needles in evaluation.rows[0].retrieval]
-    with _figure(path, 1.2 + 3.0 * len(counts), 0.8 + 2.2 * len(evaluation.rows)) as figure:
-        panels = figure.subplots(len(evaluation.rows), len(counts), squeeze=False)
+    width, height = 1.2 + 3.0 * len(counts), 0.8 + 2.2 * len(evaluation.rows)
+    with figure(path, width, height, style=STYLE) as drawn:
+        panels = drawn.subplots(len(evaluation.rows), len(counts), squeeze=False)
         for row, across in zip(evaluation.rows, panels, strict=True):
             for needles, axes in zip(row.retrieval, across, strict=True):
                 lengths = sorted({cell.length for cell in needles.cells})
@@ -258,17 +253,4 @@ def draw_needles(evaluation: Evaluation, path: Path) -> None:
                         axes.text(x, y, f"{share:.2g}", ha="center", va="center", color="w" if dark else "k")
                 axes.set_xlabel("length, tokens")
                 axes.set_ylabel("depth")
-        figure.colorbar(panels[0][0].images[0], ax=panels, label="share retrieved")
-
-
-@contextmanager
-def _figure(path: Path, width: float, height: float) -> Iterator[Any]:
-    """A figure that is written when the block ends."""
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure
-        figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
+        drawn.colorbar(panels[0][0].images[0], ax=panels, label="share retrieved")

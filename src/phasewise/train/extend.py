@@ -17,6 +17,7 @@ from phasewise.device import usable
 from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.encodings.spectral import Spectral
 from phasewise.evaluate import Measurement, measure
+from phasewise.figures import require_matplotlib
 from phasewise.frequencies import AnyFrequencies, LongRoPE
 from phasewise.interrupt import Interrupted, stoppable
 from phasewise.model import ModelConfig, Transformer, rescaled
@@ -32,7 +33,7 @@ from phasewise.train.kept import keep, keep_tokenizer
 from phasewise.train.loop import Diverged, cpu_threads, train
 from phasewise.train.processes import Processes
 from phasewise.train.recipe import PLACEMENT, TrainRecipe
-from phasewise.train.report import CorpusFacts, require_matplotlib
+from phasewise.train.report import CorpusFacts
 from phasewise.train.rules import Present, Search
 from phasewise.train.search import search
 

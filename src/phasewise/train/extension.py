@@ -7,8 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
 from phasewise.evaluate import Measurement
+from phasewise.figures import figure
 from phasewise.frequencies import AnyFrequencies
-from phasewise.train.report import CorpusFacts, require_matplotlib
+from phasewise.train.report import CorpusFacts
 
 
 class Continued(BaseModel):
@@ -85,13 +86,8 @@ def table(extension: Extension) -> Table:
 
 def draw(extension: Extension, path: Path) -> None:
     """Draw the losses by length, a line a model; the suffix is the format. ValueError without matplotlib."""
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-        axes = figure.subplots()
+    with figure(path, 6.4, 3.8) as drawn:
+        axes = drawn.subplots()
         lengths = [measured.length for measured in extension.rows[0].measurements]
         for row, colour in zip(extension.rows, ("#6c757d", "#e07a3f", "#00798c"), strict=False):
             losses = [measured.loss for measured in row.measurements]
@@ -109,4 +105,3 @@ def draw(extension: Extension, path: Path) -> None:
             f"{extension.corpus.name}: trained at {extension.trained_length}, extended", loc="left"
         )
         axes.legend(frameon=False)
-        figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,7 +1,6 @@
 """The outcome of a comparison: its values, its table and its figure."""
 
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ from rich.table import Table
 
 from phasewise.data import Corpus
 from phasewise.evaluate import Measurement
+from phasewise.figures import figure
 
 COLOURS = {
     "rope": "#d1495b",
@@ -162,13 +162,8 @@ def draw(comparison: Comparison, path: Path) -> None:
 
     Raises ValueError without matplotlib.
     """
-    require_matplotlib()
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"svg.hashsalt": "phasewise", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
-        axes = figure.subplots()
+    with figure(path, 7.2, 4.2) as drawn:
+        axes = drawn.subplots()
         lengths: list[int] = []
         ends: list[tuple[float, str, str]] = []
         for row in comparison.rows:
@@ -194,15 +189,6 @@ def draw(comparison: Comparison, path: Path) -> None:
             f"{comparison.corpus.name}: trained at {comparison.context}, evaluated beyond", loc="left"
         )
         _label_ends(axes, ends)
-        figure.savefig(path, dpi=200, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def require_matplotlib() -> None:
-    """Raise ValueError, with what to install, when there is no matplotlib."""
-    if find_spec("matplotlib") is None:
-        raise ValueError(
-            "the figure needs matplotlib: pip install 'phasewise[report]', or leave it out with --no-figure"
-        )
 
 
 def _label_ends(axes: Any, ends: list[tuple[float, str, str]]) -> None:
