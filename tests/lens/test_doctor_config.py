@@ -1,4 +1,6 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -236,6 +238,15 @@ def test_scaling_keeps_frequencies_in_their_field_up_to_its_reach(tmp_path):
         for length in (8192, 16_384)
     }
     assert checks == {8192: False, 16_384: True}
+
+
+def test_page_has_a_row_for_every_check_in_the_order_in_which_they_are_made(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "rope_theta": 1e4}))
+    made = [check.name for check in doctor(tmp_path / "config.json").checks]
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    section = page.partition("## What is checked")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([a-zA-Z ]+) \|", section, flags=re.MULTILINE)
+    assert [row for row in rows if row != "check"] == made
 
 
 def test_checks_that_need_weights_are_named_as_not_made(tmp_path):
