@@ -75,6 +75,16 @@ class Split(Sequence[np.ndarray]):
         return self.take(np.array([index % len(self)]))[0]
 
 
+class Made(Split):
+    """Documents that are made when they are asked for, each a function of its stream and index alone."""
+
+    def __init__(self, stream: int, size: int) -> None:
+        self._stream, self._size = stream, size
+
+    def __len__(self) -> int:
+        return self._size
+
+
 class Documents(Split):
     """Documents held in memory as one array of tokens, uint16 or int32 [tokens], and their lengths.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phasewise.data.codec import Codec, text_codec
-from phasewise.data.corpus import Corpus, Split, Task, sha256_of
+from phasewise.data.corpus import Corpus, Made, Task, sha256_of
 
 MODULUS = 23
 KINDS = ("Towns", "Buildings", "Rooms", "Furniture")
@@ -163,18 +163,15 @@ def igsm(level: str, tokenizer: str = "bytes") -> Corpus:
     )
 
 
-class Problems(Split):
+class Problems(Made):
     """Problems as tokens, each a pure function of the stream and its index, none above the level's length."""
 
     def __init__(
         self, stream: int, size: int, level: Difficulty, operations: int | None, codec: Codec, longest: int
     ) -> None:
-        self._stream, self._size = stream, size
+        super().__init__(stream, size)
         self._level, self._operations = level, operations
         self._codec, self._longest = codec, longest
-
-    def __len__(self) -> int:
-        return self._size
 
     @property
     def lengths(self) -> np.ndarray:

@@ -10,7 +10,7 @@ import random
 
 import numpy as np
 
-from phasewise.data.corpus import Corpus, Split, Task, sha256_of
+from phasewise.data.corpus import Corpus, Made, Split, Task, sha256_of
 from phasewise.data.text import austen
 
 NAMES = (
@@ -25,7 +25,7 @@ HASHED = 50
 NEEDLES = 4
 
 
-class Passkeys(Split):
+class Passkeys(Made):
     """Rows of `length` tokens and the answer, each a pure function of the stream and its index.
 
     The needle asked for is at any depth, and so are the others; names differ.
@@ -34,11 +34,8 @@ class Passkeys(Split):
     def __init__(
         self, stream: int, size: int, filler: Split, corpus: Corpus, *, length: int, needles: int
     ) -> None:
-        self._stream, self._size, self._filler = stream, size, filler
-        self._corpus, self._length, self._needles = corpus, length, needles
-
-    def __len__(self) -> int:
-        return self._size
+        super().__init__(stream, size)
+        self._filler, self._corpus, self._length, self._needles = filler, corpus, length, needles
 
     @property
     def lengths(self) -> np.ndarray:

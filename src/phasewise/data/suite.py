@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phasewise.data.corpus import Corpus, Split, Task, sha256_of
+from phasewise.data.corpus import Corpus, Made, Task, sha256_of
 
 NOT_SCORED = -100
 LETTERS = 16
@@ -258,16 +258,12 @@ class Addition(Suite):
         return F.one_hot(targets.clamp(min=0), LETTERS).float()
 
 
-class Examples(Split):
+class Examples(Made):
     """Rows of a task and the token to predict after each, every one a pure function of stream and index."""
 
     def __init__(self, task: Suite, stream: int, size: int) -> None:
+        super().__init__(stream, size)
         self._task = task
-        self._stream = stream
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
 
     @property
     def lengths(self) -> np.ndarray:

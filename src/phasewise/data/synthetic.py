@@ -9,7 +9,7 @@ import string
 
 import numpy as np
 
-from phasewise.data.corpus import Corpus, Split, Task, sha256_of
+from phasewise.data.corpus import Corpus, Made, Task, sha256_of
 
 LETTERS = string.ascii_letters
 PADDING = "\0"
@@ -24,7 +24,7 @@ COMMA, PLUS, MINUS, ZERO, FIRST_LETTER = (ALPHABET.index(character) for characte
 LENGTH_DRAW, PLACE_DRAW, SHIFT_DRAW, LETTER_DRAWS = 0, 1, 2, np.arange(3, 3 + len(LETTERS))
 
 
-class IndirectIndexing(Split):
+class IndirectIndexing(Made):
     """Examples "string,letter,+dd,answer" as tokens, each a pure function of the stream and its index.
 
     The string has 20 to 40 distinct letters; the letter is one of them; the shift is drawn from -15 to 15
@@ -34,13 +34,6 @@ class IndirectIndexing(Split):
     >>> corpus.decode(corpus.splits["train"][0])
     'nQNKmgJfoyewUibPkhEXDVxjGRHvCrzWBMO,K,+12,P'
     """
-
-    def __init__(self, stream: int, size: int) -> None:
-        self._stream = stream
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
 
     @property
     def lengths(self) -> np.ndarray:

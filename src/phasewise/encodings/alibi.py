@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from phasewise.encodings.base import Encoding, EncodingConfig, check_size, distances, one_axis, products
+from phasewise.encodings.base import EncodingConfig, Joint, check_size, distances, one_axis, products
 from phasewise.positions import Positions
 
 
@@ -21,7 +21,7 @@ class ALiBiConfig(EncodingConfig):
         return ALiBi(num_heads=num_heads)
 
 
-class ALiBi(Encoding):
+class ALiBi(Joint):
     """score(t, s) = d^-1/2 q_t . k_s - m_h |t - s|, slopes m_h = 2^(-8h/H) for h = 1..H heads.
 
     For H no power of two: the slopes of the power below it, then every other slope of the power above it,
@@ -63,16 +63,3 @@ class ALiBi(Encoding):
     ) -> Tensor:
         scores = products(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
         return scores - self.penalty(q_at, k_at, scores.dtype)
-
-    @property
-    def separable(self) -> bool:
-        return False
-
-    def factors(
-        self,
-        q: Tensor,
-        k: Tensor,
-        q_at: Positions,
-        k_at: Positions,
-    ) -> None:
-        return None

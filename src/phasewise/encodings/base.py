@@ -66,6 +66,17 @@ class Encoding(nn.Module, ABC):
         """
 
 
+class Joint(Encoding):
+    """An encoding whose scores do not separate: they are made where query and key meet."""
+
+    @property
+    def separable(self) -> bool:
+        return False
+
+    def factors(self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions) -> None:
+        return None
+
+
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which positional arithmetic on inputs of `dtype` is done: never below float32."""
     return torch.promote_types(dtype, torch.float32)

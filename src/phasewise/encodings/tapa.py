@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from phasewise.encodings.base import (
-    Encoding,
     EncodingConfig,
+    Joint,
     check_size,
     distances,
     one_axis,
@@ -36,7 +36,7 @@ class TAPAConfig(EncodingConfig):
         return TAPA(head_dim=head_dim, **self.model_dump(exclude={"kind"}))
 
 
-class TAPA(Encoding):
+class TAPA(Joint):
     """score(m, n) = (q_A . k_A)/sqrt(Da) cos(2 pi |m - n|^alpha (q_P . k_P)/sqrt(Dp)).
 
     The first Da = fraction * head_dim channels are the amplitude part A, the other Dp the phase part P.
@@ -103,16 +103,3 @@ class TAPA(Encoding):
         dtype = working_dtype(q.dtype)
         keys = k.to(dtype).sum(-1).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return q.to(dtype).sum(-1)[..., None] + keys[:, :, None]
-
-    @property
-    def separable(self) -> bool:
-        return False
-
-    def factors(
-        self,
-        q: Tensor,
-        k: Tensor,
-        q_at: Positions,
-        k_at: Positions,
-    ) -> None:
-        return None
