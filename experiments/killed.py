@@ -71,16 +71,16 @@ def begin(folder: Path, processes: int, options: Sequence[str]) -> None:
         for kind in ("whole", "killed"):
             running[name, kind] = training(folder / kind / name, processes, given)
     started = time.monotonic()
-    waiting = set(SETTINGS)
-    ends: dict[str, float] = {}
-    while waiting or any(process.poll() is None for process in running.values()):
+    waiting, ends = set(SETTINGS), dict[str, float]()
+    while len(found) < len(SETTINGS) or any(process.poll() is None for process in running.values()):
         for name in sorted(waiting):
             process, at = running[name, "killed"], folder / "killed" / name
-            if process.poll() is not None or len(losses(at)) >= KILLED_AFTER:
+            if process.poll() is not None:
+                raise RuntimeError(f"{at} ended with {process.returncode} before it was killed")
+            if len(losses(at)) >= KILLED_AFTER:
                 waiting.discard(name)
-                if process.poll() is None:
-                    kill_last(process, processes)
-                    ends[name] = time.monotonic()
+                kill_last(process, processes)
+                ends[name] = time.monotonic()
         for name in sorted(ends):
             process = running[name, "killed"]
             if name not in found and process.poll() is not None:
@@ -96,6 +96,19 @@ def begin(folder: Path, processes: int, options: Sequence[str]) -> None:
     (folder / BEGUN).write_text(json.dumps(written))
 
 
+def compared(whole: list[float], killed: list[float], resumed: list[float]) -> dict[str, Any]:
+    """How far the losses of a resumed run are from those of the undisturbed one and of the killed one till its end."""
+
+    def apart(other: list[float]) -> float:
+        return max(abs(one / two - 1) for one, two in zip(resumed, other, strict=False))
+
+    return {
+        "steps": {"whole": len(resumed), "killed": len(killed)},
+        "largest_relative_difference": {"whole": apart(whole), "killed": apart(killed)},
+        "losses": {"whole": whole, "killed": killed, "resumed": resumed},
+    }
+
+
 def resume(folder: Path, processes: Sequence[int], out: Path) -> None:
     begun = json.loads((folder / BEGUN).read_text())
     running = {}
@@ -108,16 +121,11 @@ def resume(folder: Path, processes: Sequence[int], out: Path) -> None:
     values = []
     for (name, count), process in running.items():
         code = process.wait()
-        checkpoint = max(begun["killed"][name]["checkpoints"])
-        expected, seen = (losses(folder / kind / name)[checkpoint:] for kind in ("whole", f"in {count}"))
-        apart = [abs(one / other - 1) for one, other in zip(seen, expected, strict=False)]
-        row: dict[str, Any] = {
-            "setting": name, "killed_in": begun["processes"], "resumed_in": count, "exit_code": code,
-            "from_step": checkpoint, "steps_compared": len(apart), "largest_relative_difference": max(apart),
-            "equal": seen == expected, "uninterrupted": expected, "resumed": seen, "killed": begun["killed"][name],
-        }  # fmt: skip
-        values.append(row)
-        print(name, count, {key: row[key] for key in ("largest_relative_difference", "equal")}, flush=True)
+        from_step = max(begun["killed"][name]["checkpoints"])
+        curves = [losses(folder / kind / name)[from_step:] for kind in ("whole", "killed", f"in {count}")]
+        facts = {"setting": name, "killed_in": begun["processes"], "resumed_in": count, "exit_code": code}
+        values.append({**facts, "from_step": from_step, **compared(*curves), "killed": begun["killed"][name]})
+        print(name, count, compared(*curves)["largest_relative_difference"], flush=True)
     settings = {name: os.environ.get(name) for name in MULTICAST}
     record(
         out,

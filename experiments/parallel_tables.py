@@ -118,15 +118,20 @@ def context_table(documents: Sequence[Row]) -> str:
 
 def killed_table(document: Row) -> str:
     lines = [
-        "| training | killed in | resumed in | steps compared | largest relative difference of a loss |",
+        "| training | killed in | resumed in | from the killed run's next steps | from an undisturbed run |",
         "|---|---:|---:|---:|---:|",
     ]
     for row in document["values"]:
-        differs = "none, bit for bit" if row["equal"] else _small(row["largest_relative_difference"])
-        lines.append(
-            f"| {row['setting']} | {row['killed_in']} | {row['resumed_in']} | {row['steps_compared']} | {differs} |"
-        )
-    return "\n".join([*lines, "", _certificate([document])])
+        far, steps = row["largest_relative_difference"], row["steps"]
+        cells = [f"{far[run]:.0e} ({steps[run]} steps)" for run in ("killed", "whole")]
+        lines.append(f"| {row['setting']} | {row['killed_in']} | {row['resumed_in']} | {' | '.join(cells)} |")
+    note = document["recipe"].get("note")
+    lines += [
+        "",
+        f"Largest relative difference of a loss. {_certificate([document])}",
+        *([note] if note else []),
+    ]
+    return "\n".join(lines)
 
 
 def _by_length(row: Row) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from experiments.killed import compared
 from experiments.parallel_tables import context_table, efficiency, killed_table, training_table
 
 
@@ -66,11 +67,7 @@ def test_shared_rows_show_how_far_their_losses_are_from_one_gpus():
     assert cells(table, 2)[3] == "does not fit"
 
 
-def test_equal_losses_are_called_so():
-    row = {
-        "setting": "float32", "killed_in": 2, "resumed_in": 2, "steps_compared": 40, "equal": True,
-        "largest_relative_difference": 0.0,
-    }  # fmt: skip
-    other = {**row, "resumed_in": 1, "equal": False, "largest_relative_difference": 2e-7}
-    table = killed_table(document([row, other], 2))
-    assert [cells(table, number)[4] for number in range(2)] == ["none, bit for bit", "2e-07"]
+def test_resumed_losses_are_held_against_both_runs():
+    found = compared([4.0, 2.0, 1.0], [4.0, 2.002], [4.0, 2.0, 1.01])
+    row = {"setting": "float32", "killed_in": 2, "resumed_in": 1, **found}
+    assert cells(killed_table(document([row], 2)), 0)[3:] == ["1e-03 (2 steps)", "1e-02 (3 steps)"]
