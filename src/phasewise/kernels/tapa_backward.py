@@ -1,8 +1,9 @@
 """TAPA attention, backward: one pass for the queries and one for the keys and values, so that nothing is added twice.
 
-Letters and conventions of tapa_score.py. With x = 2 pi phase strength and S = scale amplitude cos x:
-dS/dq_A = scale cos(x) k_A, dS/dq_P = -scale amplitude sin(x) 2 pi strength k_P (for the linear phase 1 instead of
-k_P), dS/dalpha = -scale amplitude sin(x) x ln|i - j|. In the kernels `level` is the gradient by amplitude / scale and
+Where tapa_joint.py serves, it takes the place of both. Letters and conventions of tapa_score.py. With
+x = 2 pi phase strength and S = scale amplitude cos x: dS/dq_A = scale cos(x) k_A,
+dS/dq_P = -scale amplitude sin(x) 2 pi strength k_P (for the linear phase 1 instead of k_P) and
+dS/dalpha = -scale amplitude sin(x) x ln|i - j|. In the kernels `level` is the gradient by amplitude / scale and
 `twist` the one by phase / (-scale), per turn where phases are counted in turns.
 """
 
@@ -336,6 +337,17 @@ def key_grad_kernel(
     store_tile(grad_v_ptr, 0, offsets_n, S, stride_v_t, stride_v_d, grad_values, V, BLOCK_V)
 
 
+def one_pass(q: Tensor, k: Tensor, v: Tensor, places: Places | None, score: Score) -> bool:
+    """Whether `tapa_joint` serves such tensors and is the faster way on their device."""
+    if places is not None or score.linear or not score.causal or score.window is not None:
+        return False
+    width, keys, v_width = q.shape[3], *v.shape[2:]
+    parts = (score.amplitude_dim, width - score.amplitude_dim)
+    written_for = (parts, v_width) in (((32, 32), 64), ((64, 64), 128))
+    row = launch("tapa.backward", q, qk=width, v=v_width, length=keys)
+    return row["body"] == "joint" and written_for and q.shape[2] == keys
+
+
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, out: Tensor,
     lse: Tensor, places: Places | None, score: Score, *, alpha_grad: bool,
@@ -346,8 +358,6 @@ def backward(
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     widths = (score.amplitude_dim, width - score.amplitude_dim)
     block_v = block_width(v_width)
-    shared = score.meta(q, k, places)
-
     padded = triton.cdiv(queries, PADDING) * PADDING
     lse2, delta = lse.new_empty(2, batch, heads, padded)
     block = min(PADDING, 4096 // block_v)
@@ -355,7 +365,14 @@ def backward(
         lse2, delta, lse, None if grad_lse is None else grad_lse.contiguous(), out, grad_out, *out.stride(),
         *grad_out.stride(), heads, queries, padded, v_width, BLOCK_M=block, BLOCK_V=block_v,
     )  # fmt: skip
+    if not alpha_grad and one_pass(q, k, v, places, score):
+        from phasewise.kernels import tapa_joint
 
+        meta = launch("tapa.joint", q, qk=width, v=v_width, length=keys)
+        tapa_joint.backward((grad_q, grad_k, grad_v), q, k, v, grad_out, lse2, delta, alpha, score, meta)
+        return grad_q, grad_k, grad_v, torch.zeros_like(alpha)
+
+    shared = score.meta(q, k, places)
     meta = launch("tapa.query_grad", q, qk=width, v=v_width, length=keys)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     assert PADDING % block_m == 0

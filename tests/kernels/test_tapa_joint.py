@@ -1,0 +1,135 @@
+"""TAPA's one-pass backward: who waits for whom, what it serves and, on a GPU, that it is the equation."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from phasewise.kernels import tapa, tapa_backward, tapa_joint  # noqa: E402
+from phasewise.kernels.tapa_score import Score  # noqa: E402
+from tests.kernels.test_tapa import DEVICE, GPU, definition, float32_definition, inputs  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if GPU else []
+SCORE = Score(amplitude_dim=32, scale=1.0, unit=1.0, linear=False, causal=True, window=None)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 129, 1000])
+@pytest.mark.parametrize(("block_m", "block_n"), [(64, 64), (32, 64), (64, 128)])
+def test_programs_one_after_another_never_wait(length, block_m, block_n):
+    """The least that a device grants: a program that has begun is run, in whatever order programs begin."""
+    key_tiles = triton.cdiv(length, block_n)
+    turns = [0] * triton.cdiv(length, block_m)
+    for ticket in range(3 * key_tiles, 4 * key_tiles):
+        tile = tapa_joint.key_tile_of.fn(ticket, key_tiles)
+        for m in range(tile * block_n, length, block_m):
+            turn = tapa_joint.turn_of.fn(tile, m, block_n)
+            assert turns[m // block_m] == turn
+            turns[m // block_m] = turn + 1
+    assert turns == [m // block_n + 1 for m in range(0, length, block_m)]
+
+
+@pytest.mark.parametrize(
+    ("score", "width", "v_width", "queries", "serves"),
+    [
+        (SCORE, 64, 64, 96, True),
+        (replace(SCORE, amplitude_dim=64), 128, 128, 96, True),
+        (replace(SCORE, amplitude_dim=16), 64, 64, 96, False),
+        (SCORE, 64, 32, 96, False),
+        (SCORE, 64, 64, 95, False),
+        (replace(SCORE, linear=True), 64, 64, 96, False),
+        (replace(SCORE, causal=False), 64, 64, 96, False),
+        (replace(SCORE, window=50), 64, 64, 96, False),
+    ],
+)
+def test_one_pass_serves_the_static_causal_case_at_the_widths_it_is_written_for(
+    monkeypatch, score, width, v_width, queries, serves
+):
+    monkeypatch.setattr(tapa_backward, "launch", lambda *_, **__: {"body": "joint"})
+    q, k, v = inputs(queries, 96, width=width, v_width=v_width, dtype=torch.float16)
+    assert tapa_backward.one_pass(q, k, v, None, score) is serves
+
+
+def gradients(function, tensors, **options):
+    """Gradients by q, k and v of a fixed functional of outputs and log-sum-exps; alpha takes none."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, lse = function(*leaves, causal=True, window=None, **options)
+    generator = torch.Generator().manual_seed(7)
+    by_out = torch.randn(out.shape, generator=generator).to(DEVICE, tensors[0].dtype)
+    by_lse = torch.randn(lse.shape, generator=generator).to(DEVICE)
+    loss = (out.double() * by_out.double()).sum() + (lse.double() * by_lse.double()).sum()
+    return [x.double() for x in torch.autograd.grad(loss, leaves)]
+
+
+def one_pass_gradients(monkeypatch, tensors, **options):
+    """`gradients` of the kernel, after a check that it was this one that made them."""
+    calls = []
+    backward = tapa_joint.backward
+    monkeypatch.setattr(tapa_joint, "backward", lambda *given: (calls.append(given), backward(*given)))
+    result = gradients(tapa.attend, tensors, **options)
+    assert len(calls) == 1
+    return result
+
+
+needs_hopper = pytest.mark.skipif(
+    not GPU or "H200" not in torch.cuda.get_device_name(), reason="its rows of the launch table are an H200's"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 111, 217, 1023, 1025, 4096])
+def test_every_gradient_is_the_equation_at_odd_lengths(monkeypatch, length, dtype, width):
+    assert_within_budget(monkeypatch, inputs(length, width=width, v_width=width, dtype=dtype), width)
+
+
+@needs_hopper
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [{"alpha": 0.5}, {"alpha": 0.0, "two_pi": False}, {"alpha": 1.0, "two_pi": False, "scale": 0.3}],
+)
+def test_every_gradient_is_the_equation_for_every_option(monkeypatch, options, width):
+    tensors = inputs(700, heads=6, groups=2, batch=2, width=width, v_width=width, dtype=torch.bfloat16)
+    assert_within_budget(monkeypatch, tensors, width, **options)
+
+
+def assert_within_budget(monkeypatch, tensors, width, **options):
+    """Twice the error of float32 arithmetic on the same inputs and two roundings, as for every kernel of TAPA."""
+    options = {"alpha": 0.1, "amplitude_dim": width // 2, **options}
+    exact = gradients(definition, tensors, **options)
+    eager = gradients(float32_definition, tensors, **options)
+    ours = one_pass_gradients(monkeypatch, tensors, **options)
+    rounding = 2 * torch.finfo(tensors[0].dtype).eps
+    flow = math.sqrt(tensors[0].shape[:3].numel() * width)
+    for name, e, f, o in zip(("dq", "dk", "dv"), exact, eager, ours, strict=True):
+        assert o.isfinite().all(), name
+        error, budget = (o - e).norm(), 2 * (f - e).norm() + rounding * max(e.norm().item(), flow)
+        assert error <= budget, f"{name}: {error:.3g} > {budget:.3g}"
+
+
+@needs_hopper
+@pytest.mark.parametrize("width", [64, 128])
+def test_repeats_give_the_same_bits_however_many_programs_add(monkeypatch, width):
+    tensors = inputs(8192, heads=8, groups=8, width=width, v_width=width, dtype=torch.bfloat16)
+    options = {"alpha": 0.1, "amplitude_dim": width // 2}
+    first = one_pass_gradients(monkeypatch, tensors, **options)
+    for _ in range(4):
+        again = gradients(tapa.attend, tensors, **options)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@needs_hopper
+def test_strides_do_not_matter_in_one_pass(monkeypatch):
+    tensors = inputs(200, heads=2, groups=2, width=64, v_width=64, dtype=torch.bfloat16)
+    options = {"alpha": 0.1, "amplitude_dim": 32}
+    plain = one_pass_gradients(monkeypatch, tensors, **options)
+    wide = torch.cat(tensors, -1).transpose(1, 2).contiguous().transpose(1, 2)
+    sliced = gradients(tapa.attend, wide.split(64, 3), **options)
+    turned = gradients(tapa.attend, [x.mT.contiguous().mT for x in tensors], **options)
+    for a, b, c in zip(plain, sliced, turned, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
