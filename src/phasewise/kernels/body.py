@@ -125,12 +125,16 @@ def forward_kernel(
 
 
 @triton.jit
-def delta_kernel(
-    out_ptr, out_strides, grad_ptr, grad_strides, dlse_ptr, delta_ptr, H, T, D,
+def statistics_kernel(
+    out_ptr, out_strides, grad_ptr, grad_strides, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, H, T, D, PADDED,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """sum_d out dout, less the gradient of the log-sum-exp: what is subtracted from dp before it meets p."""
-    tiles = tl.cdiv(T, BLOCK_M)
+    """Per row the log-sum-exp in base 2 and delta, what is subtracted from dp before it meets p.
+
+    delta is sum_d out dout, less the gradient of the log-sum-exp. Rows that see nothing and rows from T to PADDED
+    get +infinity and 0, so that their p is 0.
+    """
+    tiles = tl.cdiv(PADDED, BLOCK_M)
     head = tl.program_id(0) // tiles
     b = (head // H).to(tl.int64)
     h = head % H
@@ -143,22 +147,16 @@ def delta_kernel(
     delta = tl.sum(out * grad, 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, offsets < T, other=0.0)
-    tl.store(delta_ptr + at, delta, offsets < T)
-
-
-@triton.jit
-def load_row_statistics(lse_ptr, delta_ptr, row, offsets, T):
-    """Base-2 log-sum-exp, +infinity for rows that see nothing and rows past T (their p is 0), and delta."""
-    inside = offsets < T
-    lse = tl.load(lse_ptr + row + offsets, inside, other=EMPTY)
-    delta = tl.load(delta_ptr + row + offsets, inside, other=0.0)
-    return tl.where(lse <= EMPTY, float("inf"), lse * LOG2E), delta
+    lse = tl.load(lse_ptr + at, offsets < T, other=EMPTY)
+    at = head.to(tl.int64) * PADDED + offsets
+    tl.store(lse2_ptr + at, tl.where(lse <= EMPTY, float("inf"), lse * LOG2E), offsets < PADDED)
+    tl.store(delta_ptr + at, delta, offsets < PADDED)
 
 
 @triton.jit
 def query_grad_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dq_ptr, dq_strides, slopes_ptr, places, place_rows,
-    span_ptr, H, GROUP, T, S, E, window, scale, scale_log2,
+    q_desc, k_desc, v_desc, dout_desc, lse2_ptr, delta_ptr, dq_ptr, dq_strides, slopes_ptr, places, place_rows,
+    span_ptr, H, GROUP, T, PADDED, S, E, window, scale, scale_log2,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PLACED: tl.constexpr, SLOPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +173,9 @@ def query_grad_kernel(
     slope = tl.load(slopes_ptr + h) * LOG2E if SLOPED else 0.0
     q = load_tile(q_desc, b, h, m)
     dout = load_tile(dout_desc, b, h, m)
-    lse, delta = load_row_statistics(lse_ptr, delta_ptr, head.to(tl.int64) * T, t, T)
+    at = head.to(tl.int64) * PADDED + t
+    lse = tl.load(lse2_ptr + at)
+    delta = tl.load(delta_ptr + at)
     dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     row = tl.where(place_rows[0] > 0, b, 0)
     low, full_low, full_high, high = key_tiles(
@@ -201,8 +201,8 @@ def query_grad_kernel(
 
 @triton.jit
 def key_grad_kernel(
-    q_desc, k_desc, v_desc, dout_desc, lse_ptr, delta_ptr, dk_ptr, dk_strides, dv_ptr, dv_strides, slopes_ptr,
-    places, place_rows, span_ptr, KEY_HEADS, GROUP, T, S, E, D, window, scale, scale_log2,
+    q_desc, k_desc, v_desc, dout_desc, lse2_ptr, delta_ptr, dk_ptr, dk_strides, dv_ptr, dv_strides, slopes_ptr,
+    places, place_rows, span_ptr, KEY_HEADS, GROUP, T, PADDED, S, E, D, window, scale, scale_log2,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PLACED: tl.constexpr, SLOPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -229,13 +229,14 @@ def key_grad_kernel(
         low, full_low, full_high, high = query_span(n, T, S, window, CAUSAL, WINDOWED, BLOCK_M, BLOCK_N)
     for member in range(GROUP):
         h = key * GROUP + member
-        row = (b.to(tl.int64) * KEY_HEADS * GROUP + h) * T
+        row = (b.to(tl.int64) * KEY_HEADS * GROUP + h) * PADDED
         slope = tl.load(slopes_ptr + h) * LOG2E if SLOPED else 0.0
         for m in tl.range(low, high, BLOCK_M):
             q = load_tile(q_desc, b, h, m)
             dout = load_tile(dout_desc, b, h, m)
             t = m + tl.arange(0, BLOCK_M)
-            lse, delta = load_row_statistics(lse_ptr, delta_ptr, row, t, T)
+            lse = tl.load(lse2_ptr + row + t)
+            delta = tl.load(delta_ptr + row + t)
             scores = tl.dot(k, q.T, input_precision="ieee")
             i, i_segment = load_places(places[0], places[1], q_row, t, T, S - T, PLACED)
             scores, factor = masked(
@@ -310,17 +311,21 @@ def forward(
     return out, lse
 
 
-def row_deltas(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """float32 `[B, H, T]`: sum_d out dout, less the gradient of the log-sum-exp."""
+def row_statistics(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """float32 `[B, H, T]`, T up to the next multiple of 128: the log-sum-exp in base 2 and delta, for backward passes.
+
+    128 rows are the most that a tile of these has.
+    """
     rows, heads, queries, width = out.shape
-    delta = torch.empty(rows, heads, queries, dtype=torch.float32, device=out.device)
+    padded = triton.cdiv(queries, 128) * 128
+    lse2, delta = (out.new_empty(rows, heads, padded, dtype=torch.float32) for _ in range(2))
     block_d = block_width(width)
     block_m = max(1, 4096 // block_d)
-    delta_kernel[(triton.cdiv(queries, block_m) * rows * heads,)](
-        out, out.stride(), dout, dout.stride(), None if dlse is None else dlse.contiguous(), delta,
-        heads, queries, width, BLOCK_M=block_m, BLOCK_D=block_d,
+    statistics_kernel[(triton.cdiv(padded, block_m) * rows * heads,)](
+        out, out.stride(), dout, dout.stride(), lse, None if dlse is None else dlse.contiguous(), lse2, delta,
+        heads, queries, width, padded, BLOCK_M=block_m, BLOCK_D=block_d,
     )  # fmt: skip
-    return delta
+    return lse2, delta
 
 
 def backward(
@@ -332,9 +337,9 @@ def backward(
     rows, heads, queries, width = q.shape
     key_heads, keys, value_width = v.shape[1:]
     block_e, block_d = block_width(width), block_width(value_width)
-    delta = row_deltas(out, dout, dlse)
+    lse2, delta = row_statistics(out, dout, lse, dlse)
     arguments, constants = _shared(q, k, scale, causal, window, places, slopes)
-    arguments |= {"lse_ptr": lse, "delta_ptr": delta, "scale": scale, "E": width}
+    arguments |= {"lse2_ptr": lse2, "delta_ptr": delta, "PADDED": delta.shape[2], "scale": scale, "E": width}
 
     def descriptors(block_m: int, block_n: int) -> dict:
         return {

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phasewise.kernels.body import load_row_statistics, load_tile, row_deltas
+from phasewise.kernels.body import load_tile, row_statistics
 from phasewise.kernels.hardware import capability
 from phasewise.kernels.prepare import tile_of
 from phasewise.kernels.tiles import UNSEEN, block_width, describe, launch
@@ -50,8 +50,8 @@ def sum_at(sum_ptr, head, tile, sides, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=PLACES)
 def score_grad_kernel(
-    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
-    first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2,
+    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
+    first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dv [B, H / GROUP, T, D] = p^T dout, and ds^T into the buffer; the keys most looked at first."""
@@ -78,7 +78,9 @@ def score_grad_kernel(
             q = load_tile(q_desc, b, h, m)
             dout = load_tile(dout_desc, b, h, m)
             i = m + tl.arange(0, BLOCK_M)
-            lse, delta = load_row_statistics(lse_ptr, delta_ptr, head.to(tl.int64) * T, i, T)
+            row = head.to(tl.int64) * PADDED + i
+            lse = tl.load(lse2_ptr + row)
+            delta = tl.load(delta_ptr + row)
             scores = tl.dot(k, q.T, input_precision="ieee")
             if m < masked_up_to:
                 seen = (j < T)[:, None]
@@ -209,7 +211,7 @@ def backward(
     rows, heads, length, width = q.shape
     key_heads, value_width = v.shape[1], v.shape[3]
     dq, dk, dv = into
-    delta = row_deltas(out, dout, dlse)
+    lse2, delta = row_statistics(out, dout, lse, dlse)
     meta, query_meta, key_meta = (
         launch(f"separable.{name}", q, qk=width, v=value_width, length=length)
         for name in ("score_grad", "query_product", "key_product")
@@ -244,8 +246,9 @@ def backward(
         here = {"first": first, "last": last, "blocks": blocks, **shared}
         key_tiles = last if causal else sides
         score_grad(
-            (rows * key_heads, key_tiles), q, k, v, dout, stored, (lse, delta, dv, dv.stride(), dv_sum),
-            KEY_HEADS=key_heads, D=value_width, scale_log2=scale * math.log2(math.e), **(here | meta),
+            (rows * key_heads, key_tiles), q, k, v, dout, stored, (lse2, delta, dv, dv.stride(), dv_sum),
+            KEY_HEADS=key_heads, PADDED=delta.shape[2], D=value_width, scale_log2=scale * math.log2(math.e),
+            **(here | meta),
         )  # fmt: skip
         key_product_kernel[(rows * key_heads, key_tiles)](
             stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), dk_sum, KEY_HEADS=key_heads,

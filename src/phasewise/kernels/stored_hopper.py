@@ -1,8 +1,7 @@
-"""`stored.score_grad_kernel` for compute capability 9.0: warps that load, and two groups of warps that never meet.
+"""`stored.score_grad_kernel` for compute capability 9.0: a warp that loads, two groups of warps that never meet.
 
-Letters as in `stored`. Each group has 64 of the 128 keys of a program. While it makes p and ds of one tile of
-queries, the tensor cores make the scores of its next, so a step of the loader brings the queries of one tile and
-the output gradient of the tile before it.
+Letters as in `stored`. Each group has 64 of the 128 keys of a program, so that one makes p and ds while the tensor
+cores work for the other. Beginning the scores of the next tile early was tried and is slower: see docs/log.md.
 """
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
@@ -20,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 
-from phasewise.kernels.tiles import EMPTY, LOG2E, UNSEEN
+from phasewise.kernels.tiles import UNSEEN
 
 GROUPS = gl.constexpr(2)
 await_group = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
@@ -35,11 +34,17 @@ def buffers(COUNT: gl.constexpr, descriptor):
 
 
 @gluon.jit
+def exp2(x):
+    """2^x, without subnormal numbers."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
 def load(
     q_desc, k_desc, v_desc, dout_desc, k_smem, v_smem, q_smem, dout_smem, keys_ready, full, empty,
-    b, key, n, low, tiles, GROUP,
+    b, key, n, low, high, GROUP,
 ):  # fmt: skip
-    """Keys and values once; then, step by step, a tile of queries and the output gradient of the one before."""
+    """Keys and values once; then tile by tile queries and output gradients, as soon as their stage is free."""
     mbarrier.expect(keys_ready, GROUPS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for group in gl.static_range(GROUPS):
         tma.async_copy_global_to_shared(
@@ -50,25 +55,23 @@ def load(
         )
     BLOCK_M: gl.constexpr = q_desc.block_shape[2]
     STAGES: gl.constexpr = q_smem.shape[0]
-    steps = GROUP * tiles
-    for step in range(steps + 1):
-        stage = step % STAGES
-        ahead = gl.minimum(step, steps - 1)
-        behind = gl.maximum(step - 1, 0)
-        ready = full.index(stage)
-        mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-        mbarrier.expect(ready, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
-        q_at = [b, key * GROUP + ahead // tiles, low + ahead % tiles * BLOCK_M, 0]
-        tma.async_copy_global_to_shared(q_desc, q_at, ready, q_smem.index(stage))
-        dout_at = [b, key * GROUP + behind // tiles, low + behind % tiles * BLOCK_M, 0]
-        tma.async_copy_global_to_shared(dout_desc, dout_at, ready, dout_smem.index(stage))
+    step = 0
+    for h in range(key * GROUP, key * GROUP + GROUP):
+        for m in range(low, high, BLOCK_M):
+            stage = step % STAGES
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+            mbarrier.expect(ready, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_desc, [b, h, m, 0], ready, q_smem.index(stage))
+            tma.async_copy_global_to_shared(dout_desc, [b, h, m, 0], ready, dout_smem.index(stage))
+            step += 1
 
 
 @gluon.jit
 def score(
     group, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
-    lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, tiles,
-    first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2,
+    lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, high,
+    first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
     CAUSAL: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """dv of 64 keys, and their part of ds^T."""
@@ -94,49 +97,48 @@ def score(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, score_layout)
     masked_up_to = gl.where(n + ROWS > T, T, n + ROWS - 1 if CAUSAL else 0)
     mbarrier.wait(keys_ready, 0)
-    mbarrier.wait(full.index(0), 0)
-    q = q_smem.index(0).reshape([BLOCK_M, BLOCK_E])
-    scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False)
-    await_group()
-    mbarrier.arrive(empty.index(0))
-    for step in range(GROUP * tiles):
-        m = low + step % tiles * BLOCK_M
-        head = (b * KEY_HEADS + key) * GROUP + step // tiles
-        i = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, score_layout))
-        row = head.to(gl.int64) * T + i
-        lse = gl.load(lse_ptr + row, i < T, other=EMPTY)
-        delta = gl.load(delta_ptr + row, i < T, other=0.0)
-        stage = (step + 1) % STAGES
-        mbarrier.wait(full.index(stage), (step + 1) // STAGES & 1)
-        q = q_smem.index(stage).reshape([BLOCK_M, BLOCK_E])
-        dout = dout_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
-        dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        following = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        if m < masked_up_to:
-            seen = (j < T)[:, None] & (i >= 0)[None, :]
+    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, score_layout))
+    step = 0
+    for member in range(GROUP):
+        head = (b * KEY_HEADS + key) * GROUP + member
+        lse2_at = lse2_ptr + head.to(gl.int64) * PADDED + columns
+        delta_at = delta_ptr + head.to(gl.int64) * PADDED + columns
+        for m in range(low, high, BLOCK_M):
+            lse2 = gl.load(lse2_at + m)
+            delta = gl.load(delta_at + m)
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            q = q_smem.index(stage).reshape([BLOCK_M, BLOCK_E])
+            dout = dout_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+            scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            if m < masked_up_to:
+                i = m + columns
+                seen = (j < T)[:, None] & (i >= 0)[None, :]
+                if CAUSAL:
+                    seen = seen & (j[:, None] <= i[None, :])
+                scores = gl.where(seen, scores, UNSEEN)
+            p = exp2(scores * scale_log2 - lse2[None, :])
+            # Begun before the wait for dp, so that p is made while the tensor cores are at work.
+            dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), dout, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            ds = p * (dp - delta[None, :])
+            queries = m // SIDE
             if CAUSAL:
-                seen = seen & (j[:, None] <= i[None, :])
-            scores = gl.where(seen, scores, UNSEEN)
-        lse = gl.where(lse <= EMPTY, float("inf"), lse * LOG2E)
-        p = gl.exp2(scores * scale_log2 - lse[None, :])
-        # Begun before the wait for dp, so that p is made while the tensor cores are at work.
-        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(2, deps=[dp])
-        ds = p * (dp - delta[None, :])
-        queries = m // SIDE
-        if CAUSAL:
-            within = queries * (queries + 1) // 2 - first * (first + 1) // 2 + tile
-        else:
-            within = (queries - first) * sides + tile
-        tma.store_wait(0)
-        ds_tile.store(ds.to(dtype))
-        fence_async_shared()
-        at = [(head * blocks + within) * SIDE + ROWS * group, m % SIDE]
-        tma.async_copy_shared_to_global(ds_desc, at, ds_tile)
-        dv, scores = warpgroup_mma_wait(0, deps=[dv, following])
-        # All warps of the group are done with this stage.
-        await_group()
-        mbarrier.arrive(empty.index(stage))
+                within = queries * (queries + 1) // 2 - first * (first + 1) // 2 + tile
+            else:
+                within = (queries - first) * sides + tile
+            tma.store_wait(0)
+            ds_tile.store(ds.to(dtype))
+            fence_async_shared()
+            at = [(head * blocks + within) * SIDE + ROWS * group, m % SIDE]
+            tma.async_copy_shared_to_global(ds_desc, at, ds_tile)
+            dv = warpgroup_mma_wait(0, deps=[dv])
+            # All warps of the group are done with this stage.
+            await_group()
+            mbarrier.arrive(empty.index(stage))
+            step += 1
     tma.store_wait(0)
     if sum_ptr is not None:
         gl.store(sum_ptr + sum_at, dv, last < sides)
@@ -147,8 +149,8 @@ def score(
 
 @gluon.jit(do_not_specialize=("first", "last", "blocks", "sides"))
 def score_grad_kernel(
-    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
-    first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2,
+    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
+    first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
     CAUSAL: gl.constexpr, SIDE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `stored.score_grad_kernel`."""
@@ -158,7 +160,7 @@ def score_grad_kernel(
     low = first * SIDE
     if CAUSAL:
         low = gl.maximum(low, tile * SIDE)
-    tiles = gl.cdiv(gl.minimum(last * SIDE, T) - low, BLOCK_M)
+    high = gl.minimum(last * SIDE, T)
     k_smem = buffers(GROUPS, k_desc)
     v_smem = buffers(GROUPS, v_desc)
     q_smem = buffers(STAGES, q_desc)
@@ -175,17 +177,17 @@ def score_grad_kernel(
         [
             (score, (
                 0, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
-                lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, tiles,
-                first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2, CAUSAL, SIDE,
+                lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, high,
+                first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2, CAUSAL, SIDE,
             )),
             (score, (
                 1, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
-                lse_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, tiles,
-                first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2, CAUSAL, SIDE,
+                lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, high,
+                first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2, CAUSAL, SIDE,
             )),
             (load, (
                 q_desc, k_desc, v_desc, dout_desc, k_smem, v_smem, q_smem, dout_smem, keys_ready, full, empty,
-                b, key, tile * SIDE, low, tiles, GROUP,
+                b, key, tile * SIDE, low, high, GROUP,
             )),
         ],
         [4, 1],
