@@ -81,3 +81,17 @@ def test_shards_of_another_tokenizer_are_refused(place, tmp_path, capsys):
     )
     assert code == 2
     assert "was made by another tokenizer than" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ruler_is_made_and_answered_at_every_length_without_a_network(place, tmp_path, monkeypatch):
+    nltk = pytest.importorskip("nltk", reason="RULER's tasks need pip install 'phasewise[eval]'")
+    for package in ("lm_eval", "wonderwords"):
+        pytest.importorskip(package, reason="RULER's tasks need pip install 'phasewise[eval]'")
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: False)
+    data = ["--data", f"shards:{place / 'shards'}", "--lengths", "1024", "1536", "--tokens", "1536"]
+    options = ["--tasks", "niah_single_1", "--task-limit", "2", "--device", "cpu", "--no-figure"]
+    assert phasewise("evaluate", place / "run", *data, *options, "--out", tmp_path / "out") == 0
+    ((task,),) = [row["tasks"] for row in values(tmp_path / "out")["rows"]]
+    assert task["examples"] == 4
+    assert set(task["metrics"]) == {"1024", "1536"}

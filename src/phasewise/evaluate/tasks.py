@@ -3,7 +3,8 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from typing import Any, cast
 
 from datasets import Dataset, DatasetDict
@@ -38,13 +39,14 @@ class Tasks:
     def run(self, model: Harness, name: str, *, limit: int | None = None) -> tuple[TaskScore, ...]:
         """The scores of one task: a name that lm-eval knows, or NAME:PATH for documents in a local file.
 
-        limit: documents of each task. A group gives a score for each of its tasks, and last one of its own,
-        the mean over them. Raises ValueError as `check` does, and for data that cannot be had.
+        limit: documents of each task, of RULER's at each length. A group gives a score for each of its tasks, and
+        last one of its own, the mean over them. Raises ValueError as `check` does, and for data that cannot be had.
         """
         asked = self._asked(name, limit=limit)
         with _quiet():
             try:
-                loaded = self._manager.load([asked])
+                with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+                    loaded = self._manager.load([asked])
             except (ConnectionError, FileNotFoundError, ImportError, AssertionError) as error:
                 reason = str(error).strip().partition("\n")[0]
                 raise ValueError(
@@ -53,12 +55,18 @@ class Tasks:
             for task in loaded["tasks"].values():
                 if task.get_config("num_fewshot") is None:
                     task.set_config("num_fewshot", 0)
+            chosen = {
+                task: _first(cast(Sequence[Row], each.eval_docs), limit)
+                for task, each in loaded["tasks"].items()
+            }
             results: Any = evaluate(
-                model, cast(Any, loaded), limit=limit, bootstrap_iters=0, log_samples=False
+                model,
+                cast(Any, loaded),
+                samples=cast(Any, None if limit is None else chosen),
+                bootstrap_iters=0,
+                log_samples=False,
             )
-        counts = results["n-samples"]
-        scores = [_score(task, results["results"][task], counts[task]["effective"]) for task in counts]
-
+        scores = [_score(task, results["results"][task], len(chosen[task])) for task in results["n-samples"]]
         return (*scores, _mean(name.partition(":")[0], scores)) if len(scores) > 1 else tuple(scores)
 
     def _asked(self, name: str, *, limit: int | None) -> Any:
@@ -83,6 +91,20 @@ def _documents(rows: list[Row]) -> dict[str, Any]:
     """What gives a task these documents, in whatever split it looks for them."""
     splits = DatasetDict(dict.fromkeys(SPLITS, Dataset.from_list(rows)))
     return {"custom_dataset": lambda **_: splits}
+
+
+def _first(documents: Sequence[Row], limit: int | None) -> Sequence[int]:
+    """Which documents the first `limit` are; of RULER's, of each length they were made to."""
+    if limit is None:
+        return range(len(documents))
+    seen: dict[object, int] = {}
+    chosen = []
+    for number, document in enumerate(documents):
+        length = document.get("max_length")
+        seen[length] = seen.get(length, 0) + 1
+        if seen[length] <= limit:
+            chosen.append(number)
+    return chosen
 
 
 def _score(task: str, found: dict, examples: int) -> TaskScore:

@@ -10,6 +10,9 @@ from phasewise.model.history import Stage, read_history, write_history
 from phasewise.record import replacing
 from phasewise.train.recipe import TrainRecipe
 
+SETTINGS = "tokenizer_config.json"
+"""What lets transformers open a folder's tokenizer.json, which is asked for by RULER's tasks among others."""
+
 
 def keep(model: Transformer, folder: Path, recipe: TrainRecipe, corpus: Corpus) -> None:
     """Write a model that `recipe` has trained on `corpus`; its history goes on from that of its first weights.
@@ -34,3 +37,5 @@ def keep_tokenizer(folder: Path, corpus: Corpus) -> None:
     if corpus.tokenizer is not None:
         with replacing(folder / TOKENIZER) as path:
             path.write_text(corpus.tokenizer, encoding="utf-8")
+        with replacing(folder / SETTINGS) as path:
+            path.write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n', encoding="utf-8")
