@@ -43,6 +43,9 @@ from phasewise.kernels.tapa_score import (
 )
 from phasewise.kernels.tiles import LOG2E, UNSEEN, describe
 
+PROGRAMS = (
+    512  # twice what an H200 runs at once: as many tickets as are taken while one walks over its queries
+)
 await_group = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
 
 
@@ -79,9 +82,12 @@ def load_queries(sources, buffers, full, empty, batch, head, heads, low, count, 
 
 
 @gluon.jit
-def key_tile_of(ticket, key_tiles):
-    """Which tile of keys a program takes: in each group of heads the last one first."""
-    return key_tiles - 1 - ticket % key_tiles
+def work_of(ticket, heads, together, key_tiles):
+    """Key head and tile of keys of a program: `together` heads at once, in each of them the last tile first."""
+    first = ticket // (together * key_tiles) * together
+    rest = ticket - first * key_tiles
+    members = gl.minimum(together, heads - first)
+    return first + rest % members, key_tiles - 1 - rest // members
 
 
 @gluon.jit
@@ -95,12 +101,17 @@ def await_turn(ptr, turn):
     """Waits until the count at ptr has come to `turn`; what was added before is then there."""
     gl.inline_asm_elementwise(
         """{
-        .reg .pred early;
+        .reg .pred reached;
         .reg .s32 count;
-        again:
         ld.acquire.gpu.global.s32 count, [$1];
-        setp.lt.s32 early, count, $2;
-        @early bra again;
+        setp.ge.s32 reached, count, $2;
+        @reached bra done;
+        again:
+        ld.relaxed.gpu.global.s32 count, [$1];
+        setp.ge.s32 reached, count, $2;
+        @!reached bra again;
+        fence.acq_rel.gpu;
+        done:
         mov.s32 $0, count;
         }""",
         "=r,l,r", [ptr, turn], dtype=gl.int32, is_pure=False, pack=1,
@@ -139,17 +150,19 @@ def add_query_grads(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Adds the program's part of the gradients by q_A and q_P, tile by tile, each in its turn."""
+    STAGES: gl.constexpr = grads[0].shape[0]
     for step in range(GROUP * count):
         member = step // count
         m = low + (step - member * count) * BLOCK_M
         at = first_tile + member * tiles + m // BLOCK_M
         turn = turn_of(tile, m, BLOCK_N)
-        mbarrier.wait(ready, step & 1)
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), step // STAGES & 1)
         await_turn(turn_ptr + at, turn)
-        begin_adding(sums[0], [at * sums[0].block_type.shape[0], 0], grads[0])
-        begin_adding(sums[1], [at * sums[1].block_type.shape[0], 0], grads[1])
+        begin_adding(sums[0], [at * sums[0].block_type.shape[0], 0], grads[0].index(stage))
+        begin_adding(sums[1], [at * sums[1].block_type.shape[0], 0], grads[1].index(stage))
         tma.store_wait(0)
-        mbarrier.arrive(free)
+        mbarrier.arrive(free.index(stage))
         end_turn(turn_ptr + at, turn + 1)
 
 
@@ -175,15 +188,21 @@ def score_gradients(
 
 
 @gluon.jit
-def tile_gradients(
-    step, m, by_k_a, by_k_p, by_v, key_tiles, buffers, scores, grads, barriers, j, scale_log2, alpha, unit,
-    FAR: gl.constexpr, PART: gl.constexpr, Q_A_LAYOUT: gl.constexpr, Q_P_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Adds what a tile of queries gives to the gradients by k_A, k_P and v; hands on what it takes by q_A and q_P.
+def unknown_zero(step):
+    """0 that the compiler does not know: what is addressed from it is computed anew instead of spilled."""
+    return gl.inline_asm_elementwise("mov.s32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
 
-    PART queries at a time, so that three tiles of scores and three gradients fit the registers.
-    """
-    k_a, k_p, values = key_tiles
+
+@gluon.jit
+def tile_gradients(
+    step, m, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j, scale_log2, alpha, unit,
+    FAR: gl.constexpr, Q_A_LAYOUT: gl.constexpr, Q_P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Adds a tile of queries to the gradients by k_A, k_P and v; hands on what it has of those by q_A and q_P."""
+    zero = unknown_zero(step)
+    k_a = tile_in(key_buffers[0], zero)
+    k_p = tile_in(key_buffers[1], zero)
+    values = tile_in(key_buffers[2], zero)
     level_tile, twist_tile = scores
     full, empty, ready, free = barriers
     dtype: gl.constexpr = buffers[0].dtype
@@ -192,38 +211,30 @@ def tile_gradients(
     BLOCK_N: gl.constexpr = k_a.shape[0]
     A: gl.constexpr = k_a.shape[1]
     P: gl.constexpr = k_p.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, PART, 16])
-    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    zeros = gl.zeros([BLOCK_N, PART], gl.float32, layout=LAYOUT)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
+    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, layout=LAYOUT)
     stage = step % STAGES
     q_a = tile_in(buffers[0], stage)
     q_p = tile_in(buffers[1], stage)
     above = tile_in(buffers[2], stage)
-    lse_tile = buffers[3].index(stage).reshape([BLOCK_M])
-    delta_tile = buffers[4].index(stage).reshape([BLOCK_M])
     mbarrier.wait(full.index(stage), step // STAGES & 1)
-    for part in gl.static_range(0, BLOCK_M, PART):
-        some_a = q_a.slice(part, PART)
-        some_p = q_p.slice(part, PART)
-        some_above = above.slice(part, PART)
-        amplitude = warpgroup_mma(k_a, some_a.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        phase = warpgroup_mma(k_p, some_p.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        upstream = warpgroup_mma(values, some_above.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        amplitude, phase, upstream = warpgroup_mma_wait(0, [amplitude, phase, upstream])
-        lse = lse_tile.slice(part, PART).load(ROW)[None, :]
-        delta = delta_tile.slice(part, PART).load(ROW)[None, :]
-        weights, level, twist = score_gradients(
-            amplitude, phase, upstream, lse, delta, j - (m + part), scale_log2, alpha, unit, dtype, FAR
-        )
-        level_tile.slice(part, PART, dim=1).store(level)
-        twist_tile.slice(part, PART, dim=1).store(twist)
-        weights = gl.convert_layout(weights, gl.DotOperandLayout(0, by_v.type.layout, 2))
-        level = gl.convert_layout(level, gl.DotOperandLayout(0, by_k_a.type.layout, 2))
-        twist = gl.convert_layout(twist, gl.DotOperandLayout(0, by_k_p.type.layout, 2))
-        by_v = warpgroup_mma(weights, some_above, by_v, is_async=True)
-        by_k_a = warpgroup_mma(level, some_a, by_k_a, is_async=True)
-        by_k_p = warpgroup_mma(twist, some_p, by_k_p, is_async=True)
-        by_v, by_k_a, by_k_p = warpgroup_mma_wait(0, [by_v, by_k_a, by_k_p])
+    amplitude = warpgroup_mma(k_a, q_a.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    phase = warpgroup_mma(k_p, q_p.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    upstream = warpgroup_mma(values, above.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    amplitude, phase, upstream = warpgroup_mma_wait(0, [amplitude, phase, upstream])
+    lse = buffers[3].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, LAYOUT))
+    delta = buffers[4].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, LAYOUT))
+    weights, level, twist = score_gradients(
+        amplitude, phase, upstream, lse[None, :], delta[None, :], j - m, scale_log2, alpha, unit, dtype, FAR
+    )
+    level_tile.store(level)
+    twist_tile.store(twist)
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(0, by_v.type.layout, 2))
+    level = gl.convert_layout(level, gl.DotOperandLayout(0, by_k_a.type.layout, 2))
+    twist = gl.convert_layout(twist, gl.DotOperandLayout(0, by_k_p.type.layout, 2))
+    by_v = warpgroup_mma(weights, above, by_v, is_async=True)
+    by_k_a = warpgroup_mma(level, q_a, by_k_a, is_async=True)
+    by_k_p = warpgroup_mma(twist, q_p, by_k_p, is_async=True)
     fence_async_shared()
     if BLOCK_M < 64:  # as columns: the tensor cores take 64 rows
         zeros_a = gl.zeros([A, BLOCK_M], gl.float32, layout=Q_A_LAYOUT)
@@ -235,13 +246,13 @@ def tile_gradients(
         zeros_p = gl.zeros([BLOCK_M, P], gl.float32, layout=Q_P_LAYOUT)
         by_q_a = warpgroup_mma(level_tile.permute([1, 0]), k_a, zeros_a, use_acc=False, is_async=True)
         by_q_p = warpgroup_mma(twist_tile.permute([1, 0]), k_p, zeros_p, use_acc=False, is_async=True)
-    by_q_a, by_q_p = warpgroup_mma_wait(0, [by_q_a, by_q_p])
-    mbarrier.wait(free, (step & 1) ^ 1)
-    grads[0].store(by_q_a)
-    grads[1].store(by_q_p)
+    by_v, by_k_a, by_k_p, by_q_a, by_q_p = warpgroup_mma_wait(0, [by_v, by_k_a, by_k_p, by_q_a, by_q_p])
+    mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
+    grads[0].index(stage).store(by_q_a)
+    grads[1].index(stage).store(by_q_p)
     fence_async_shared()
     await_group()
-    mbarrier.arrive(ready)
+    mbarrier.arrive(ready.index(stage))
     mbarrier.arrive(empty.index(stage))
     return by_k_a, by_k_p, by_v
 
@@ -260,7 +271,7 @@ def store_rows(ptr, strides, b, h, first_row, first_column, length, values, fact
 @gluon.jit
 def key_gradients(
     grad_k_ptr, k_strides, grad_v_ptr, v_strides, sources, key_buffers, loaded, buffers, scores, grads, barriers,
-    batch, group, first_n, low, near, count, T, scale, alpha, unit, GROUP: gl.constexpr, PART: gl.constexpr,
+    batch, group, first_n, low, near, count, T, scale, alpha, unit, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values, summed over the query heads of a group; near query tiles first."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -281,9 +292,8 @@ def key_gradients(
     for part in gl.static_range(3):
         at = [batch, group, first_n, 0]
         tma.async_copy_global_to_shared(sources[part], at, loaded, key_buffers[part].index(0))
-    key_tiles = (tile_in(key_buffers[0], 0), tile_in(key_buffers[1], 0), tile_in(key_buffers[2], 0))
     j = first_n + gl.arange(
-        0, BLOCK_N, layout=gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16]))
+        0, BLOCK_N, layout=gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16]))
     )
     by_k_a = gl.zeros([BLOCK_N, A], gl.float32, layout=BY_A)
     by_k_p = gl.zeros([BLOCK_N, P], gl.float32, layout=BY_P)
@@ -293,13 +303,13 @@ def key_gradients(
     for member in range(GROUP):
         for t in range(0, near):
             by_k_a, by_k_p, by_v = tile_gradients(
-                member * count + t, low + t * BLOCK_M, by_k_a, by_k_p, by_v, key_tiles, buffers, scores, grads,
-                barriers, j, scale_log2, alpha, unit, False, PART, Q_A, Q_P,
+                member * count + t, low + t * BLOCK_M, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads,
+                barriers, j, scale_log2, alpha, unit, False, Q_A, Q_P,
             )  # fmt: skip
         for t in range(near, count):
             by_k_a, by_k_p, by_v = tile_gradients(
-                member * count + t, low + t * BLOCK_M, by_k_a, by_k_p, by_v, key_tiles, buffers, scores, grads,
-                barriers, j, scale_log2, alpha, unit, True, PART, Q_A, Q_P,
+                member * count + t, low + t * BLOCK_M, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads,
+                barriers, j, scale_log2, alpha, unit, True, Q_A, Q_P,
             )  # fmt: skip
     store_rows(grad_k_ptr, k_strides, batch, group, first_n, 0, T, by_k_a, scale)
     store_rows(grad_k_ptr, k_strides, batch, group, first_n, A, T, by_k_p, -scale)
@@ -309,8 +319,8 @@ def key_gradients(
 @gluon.jit
 def joint_kernel(
     grad_k_ptr, k_strides, grad_v_ptr, v_strides, sum_a, sum_p, turn_ptr, q_a, q_p, k_a, k_p, v, above, lse, delta,
-    alpha_ptr, G, T, tiles, scale, unit,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, PART: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
+    alpha_ptr, G, T, tiles, together, scale, unit,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Gradients of k and v, and the unscaled ones by q_A and q_P in the order of tiles. turn_ptr: all zeros."""
     dtype: gl.constexpr = k_a.dtype
@@ -319,15 +329,15 @@ def joint_kernel(
     A: gl.constexpr = k_a.block_type.shape[3]
     P: gl.constexpr = k_p.block_type.shape[3]
     V: gl.constexpr = v.block_type.shape[3]
-    ticket = gl.atomic_add(turn_ptr, 1, sem="relaxed")
     key_tiles = gl.cdiv(T, BLOCK_N)
-    tile = key_tile_of(ticket, key_tiles)
-    batch = ticket // key_tiles // G
-    group = ticket // key_tiles % G
+    ticket = gl.atomic_add(turn_ptr, 1, sem="relaxed")
+    key_head, tile = work_of(ticket, gl.num_programs(0) // key_tiles, together, key_tiles)
+    batch = key_head // G
+    group = key_head % G
     first_n = tile * BLOCK_N
     count = gl.cdiv(T - first_n, BLOCK_M)
     alpha = gl.load(alpha_ptr)
-    far = far_above(first_n + BLOCK_N - 1, series_reach(alpha), 0, PART)
+    far = far_above(first_n + BLOCK_N - 1, series_reach(alpha), 0, BLOCK_M)
     near = gl.minimum(gl.cdiv(gl.maximum(far - first_n, 0), BLOCK_M), count)
 
     key_buffers = (
@@ -342,27 +352,31 @@ def joint_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta.layout),
     )
-    SCORES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * PART, element_bitwidth=16, rank=2)
+    SCORES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK_M, element_bitwidth=16, rank=2)
     scores = (
         gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], SCORES),
         gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], SCORES),
     )
+    ROWS_A: gl.constexpr = sum_a.block_type.shape[0]
+    COLUMNS_A: gl.constexpr = sum_a.block_type.shape[1]
+    ROWS_P: gl.constexpr = sum_p.block_type.shape[0]
+    COLUMNS_P: gl.constexpr = sum_p.block_type.shape[1]
     grads = (
-        gl.allocate_shared_memory(gl.float32, sum_a.block_type.shape, sum_a.layout),
-        gl.allocate_shared_memory(gl.float32, sum_p.block_type.shape, sum_p.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_A, COLUMNS_A], sum_a.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_P, COLUMNS_P], sum_p.layout),
     )
     ONE: gl.constexpr = mbarrier.MBarrierLayout()
     loaded = gl.allocate_shared_memory(gl.int64, [1], ONE)
-    ready = gl.allocate_shared_memory(gl.int64, [1], ONE)
-    free = gl.allocate_shared_memory(gl.int64, [1], ONE)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     mbarrier.init(loaded, count=1)
-    mbarrier.init(ready, count=1)
-    mbarrier.init(free, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
 
     head = group * GROUP
@@ -372,7 +386,7 @@ def joint_kernel(
             (key_gradients, (
                 grad_k_ptr, k_strides, grad_v_ptr, v_strides, (k_a, k_p, v), key_buffers, loaded, buffers, scores,
                 grads, (full, empty, ready, free), batch, group, first_n, first_n, near, count, T, scale, alpha, unit,
-                GROUP, PART,
+                GROUP,
             )),
             (load_queries, (
                 (q_a, q_p, above, lse, delta), buffers, full, empty, batch, head, G * GROUP, first_n, count, GROUP,
@@ -421,13 +435,15 @@ def backward(
     turns = torch.zeros(1 + batch * heads * tiles, dtype=torch.int32, device=q.device)
     sums = [torch.zeros(batch * heads * padded * w, dtype=torch.float32, device=q.device) for w in widths]
     blocks = [(block_m, w) if block_m >= 64 else (w, block_m) for w in widths]
-    joint_kernel[(triton.cdiv(length, block_n) * batch * groups,)](
+    key_tiles = triton.cdiv(length, block_n)
+    joint_kernel[(key_tiles * batch * groups,)](
         grad_k, grad_k.stride(), grad_v, grad_v.stride(),
         *(tiled(x.view(-1, block[1]), block) for x, block in zip(sums, blocks, strict=True)), turns,
         *(by_head(x, block_m) for x in q.split(widths, 3)), *(by_head(x, block_n) for x in k.split(widths, 3)),
         by_head(v, block_n), by_head(grad_out, block_m),
         *(tiled(x.view(-1, padded), (1, block_m)) for x in (lse2, delta)), alpha,
-        groups, length, tiles, score.scale, score.phase_unit(q), GROUP=heads // groups,
+        groups, length, tiles, triton.cdiv(PROGRAMS, key_tiles), score.scale, score.phase_unit(q),
+        GROUP=heads // groups,
         **{name: value for name, value in meta.items() if not name.startswith("BLOCK")},
     )  # fmt: skip
     finish_kernel[(tiles * batch * heads,)](
