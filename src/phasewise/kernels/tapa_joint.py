@@ -58,7 +58,7 @@ def tile_in(buffer, stage):
 
 
 @gluon.jit
-def load_queries(sources, buffers, full, empty, batch, head, heads, low, count, GROUP: gl.constexpr):
+def load_queries(sources, buffers, full, ready, batch, head, heads, low, count, GROUP: gl.constexpr):
     """Fills the stages with tiles of q_A, q_P, the gradient above, the log-sum-exps and the deltas."""
     BLOCK_M: gl.constexpr = sources[0].block_type.shape[2]
     STAGES: gl.constexpr = buffers[0].shape[0]
@@ -70,7 +70,7 @@ def load_queries(sources, buffers, full, empty, batch, head, heads, low, count, 
         member = step // count
         m = low + (step - member * count) * BLOCK_M
         stage = step % STAGES
-        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+        mbarrier.wait(ready.index(stage), (step // STAGES & 1) ^ 1)
         arrived = full.index(stage)
         mbarrier.expect(arrived, BYTES)
         for part in gl.static_range(3):
@@ -204,7 +204,7 @@ def tile_gradients(
     k_p = tile_in(key_buffers[1], zero)
     values = tile_in(key_buffers[2], zero)
     level_tile, twist_tile = scores
-    full, empty, ready, free = barriers
+    full, ready, free = barriers
     dtype: gl.constexpr = buffers[0].dtype
     STAGES: gl.constexpr = buffers[0].shape[0]
     BLOCK_M: gl.constexpr = buffers[0].shape[3]
@@ -253,7 +253,6 @@ def tile_gradients(
     fence_async_shared()
     await_group()
     mbarrier.arrive(ready.index(stage))
-    mbarrier.arrive(empty.index(stage))
     return by_k_a, by_k_p, by_v
 
 
@@ -366,15 +365,14 @@ def joint_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_P, COLUMNS_P], sum_p.layout),
     )
     ONE: gl.constexpr = mbarrier.MBarrierLayout()
+    # full: a tile of queries has come; ready: it has been used, and what it gives is there; free: that has been taken
     loaded = gl.allocate_shared_memory(gl.int64, [1], ONE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     mbarrier.init(loaded, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
@@ -385,11 +383,11 @@ def joint_kernel(
         [
             (key_gradients, (
                 grad_k_ptr, k_strides, grad_v_ptr, v_strides, (k_a, k_p, v), key_buffers, loaded, buffers, scores,
-                grads, (full, empty, ready, free), batch, group, first_n, first_n, near, count, T, scale, alpha, unit,
+                grads, (full, ready, free), batch, group, first_n, first_n, near, count, T, scale, alpha, unit,
                 GROUP,
             )),
             (load_queries, (
-                (q_a, q_p, above, lse, delta), buffers, full, empty, batch, head, G * GROUP, first_n, count, GROUP,
+                (q_a, q_p, above, lse, delta), buffers, full, ready, batch, head, G * GROUP, first_n, count, GROUP,
             )),
             (add_query_grads, (
                 (sum_a, sum_p), turn_ptr + 1, grads, ready, free, first_tile, tiles, tile, first_n, count,
