@@ -43,8 +43,8 @@ from phasewise.kernels.tapa_score import (
 )
 from phasewise.kernels.tiles import LOG2E, UNSEEN, describe
 
-PROGRAMS = (
-    512  # twice what an H200 runs at once: as many tickets as are taken while one walks over its queries
+SPACING = (
+    1024  # tiles of queries that are walked over side by side: whoever is waited for is some steps ahead
 )
 await_group = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
 
@@ -83,7 +83,10 @@ def load_queries(sources, buffers, full, ready, batch, head, heads, low, count, 
 
 @gluon.jit
 def work_of(ticket, heads, together, key_tiles):
-    """Key head and tile of keys of a program: `together` heads at once, in each of them the last tile first."""
+    """Key head and tile of keys of a program: `together` heads at once, in each of them the last tile first.
+
+    Neighbouring tiles of one head begin apart, so that the one that is waited for has come further.
+    """
     first = ticket // (together * key_tiles) * together
     rest = ticket - first * key_tiles
     members = gl.minimum(together, heads - first)
@@ -440,7 +443,7 @@ def backward(
         *(by_head(x, block_m) for x in q.split(widths, 3)), *(by_head(x, block_n) for x in k.split(widths, 3)),
         by_head(v, block_n), by_head(grad_out, block_m),
         *(tiled(x.view(-1, padded), (1, block_m)) for x in (lse2, delta)), alpha,
-        groups, length, tiles, triton.cdiv(PROGRAMS, key_tiles), score.scale, score.phase_unit(q),
+        groups, length, tiles, triton.cdiv(SPACING, tiles), score.scale, score.phase_unit(q),
         GROUP=heads // groups,
         **{name: value for name, value in meta.items() if not name.startswith("BLOCK")},
     )  # fmt: skip
