@@ -55,9 +55,10 @@ def test_polar_and_its_gradients_are_the_equation(dtype, kind, length, width, an
     grad = torch.randn(expected.shape, dtype=torch.float64, device=DEVICE).to(dtype)
     dx, dphase = torch.autograd.grad(expected, exact, grad.double())
     actual_dx = torch.empty_like(x)
-    actual_dphase = prepare.polar_backward(x, angle, phase, kind, grad, actual_dx)
+    sums = prepare.phase_sums(x)
+    prepare.polar_backward(x, angle, phase, kind, grad, actual_dx, sums)
     close(actual_dx, dx, dtype)
-    close(actual_dphase, dphase, torch.float32)
+    close(sums.sum((0, 1)), dphase, torch.float32)
 
 
 def test_keys_have_no_phase():
@@ -77,7 +78,7 @@ def test_softplus_keeps_its_relative_precision_at_the_extremes():
     expected = polar(x.double(), angle.double(), None, "softplus")
     actual = prepare.polar(x, angle, None, "softplus")
     dx = torch.empty_like(x)
-    prepare.polar_backward(x, angle, None, "softplus", torch.ones_like(actual), dx)
+    prepare.polar_backward(x, angle, None, "softplus", torch.ones_like(actual), dx, None)
     assert ((actual.double() - expected).abs() <= 2e-6 * expected.abs() + 1e-37 + 2e-7 * magnitude(
         x.double(), "softplus").repeat(1, 1, 1, 2)).all()  # fmt: skip
     assert dx.isfinite().all()

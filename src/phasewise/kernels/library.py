@@ -104,7 +104,8 @@ def separable_backward(
     dq, dk, dv = None, None, prepare.expanded_like(v, v.shape[3])
     if preparation == "none":
         dq, dk = prepare.expanded_like(q, width), prepare.expanded_like(k, width)
-    dphase = q.new_zeros(0 if phase is None else phase.shape, dtype=torch.float32)
+    sums = None if phase is None else prepare.phase_sums(q)
+    statistics = own.row_statistics(out, dout, lse, dlse) if chosen == "stored" else ()
     group = q.shape[1] // k.shape[1]
     everything = (slice(0, q.shape[0]), slice(0, k.shape[1]))
     for rows, keys in stored.pieces(q, k, causal=causal) if chosen == "stored" else [everything]:
@@ -118,10 +119,12 @@ def separable_backward(
             # What is wide exists once: a gradient takes the place of what it is of, if that was read by then.
             dq2 = q2 if polar and chosen != "triton" else prepare.expanded_like(q2, width)
             dk2 = k2 if polar and chosen == "flash" else prepare.expanded_like(k2, width)
-        arguments = (q2, k2, v[rows, keys], out[rows, heads], lse[rows, heads], dout[rows, heads])
-        arguments = (*arguments, None if dlse is None else dlse[rows, heads], (dq2, dk2, dv[rows, keys]))
+        into = (dq2, dk2, dv[rows, keys])
+        arguments = (q2, k2, v[rows, keys], out[rows, heads], lse[rows, heads], dout[rows, heads], dlse, into)
         if chosen == "stored":
-            stored.backward(*arguments, limit=2 * (q.numel() + k.numel()), scale=scale, causal=causal)
+            some = (x[rows, heads] for x in (dout, *statistics))
+            limit = 2 * (q.numel() + k.numel())
+            stored.backward(q2, k2, v[rows, keys], *some, into, limit=limit, scale=scale, causal=causal)
         elif chosen == "flash":
             borrowed.flash_backward(*arguments, scale=scale, causal=causal, window=window)
         else:
@@ -133,18 +136,17 @@ def separable_backward(
         if some_q_angle is None or some_k_angle is None:
             continue
         if polar:
-            turned = prepare.polar_backward(
-                some_q, some_q_angle, some_phase, preparation, dq2, dq[rows, heads]
+            some_sums = None if sums is None else sums[rows, :, heads]
+            prepare.polar_backward(
+                some_q, some_q_angle, some_phase, preparation, dq2, dq[rows, heads], some_sums
             )
-            prepare.polar_backward(some_k, some_k_angle, None, preparation, dk2, dk[rows, keys])
-            if turned is not None:
-                dphase[heads] += turned
+            prepare.polar_backward(some_k, some_k_angle, None, preparation, dk2, dk[rows, keys], None)
         else:
             prepare.rotate(dq2, some_q_angle, factor, back=True, out=dq[rows, heads])
             prepare.rotate(dk2, some_k_angle, factor, back=True, out=dk[rows, keys])
     assert dq is not None, "there is always a piece"
     assert dk is not None, "there is always a piece"
-    return dq, dk, dv, dphase
+    return dq, dk, dv, q.new_empty(0, dtype=torch.float32) if sums is None else sums.sum((0, 1))
 
 
 def _rows(x: Tensor | None, rows: slice) -> Tensor | None:

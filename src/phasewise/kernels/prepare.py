@@ -125,13 +125,13 @@ def polar_kernel(
 
 @triton.jit
 def polar_backward_kernel(
-    x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, partial_ptr, angle_ptr, angle_row, phase_ptr, H, T, D,
+    x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, sum_ptr, sum_strides,
+    angle_ptr, angle_row, phase_ptr, H, T, D,
     KIND: tl.constexpr, PHASE: tl.constexpr, FAST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and, per tile, of the phases: partial [B, tiles, H, D]."""
-    tiles = tl.cdiv(T, BLOCK_T)
-    tile, b, group = program(tiles, H // HEADS)
+    """Gradients of x and, per tile, of the phases: sums [B, tiles, H, D]."""
+    tile, b, group = program(tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_D)
     inside = (t[:, None] < T) & (c[None, :] < D)
@@ -150,7 +150,8 @@ def polar_backward_kernel(
             h = first + head
             cos, sin = turn(angle - tl.load(phase_ptr + h * D + c, c < D, other=0.0)[None, :], FAST)
             turned = tl.sum(mu * (grad_cos * sin - grad_sin * cos), 0)
-            tl.store(partial_ptr + ((b * tiles + tile) * H + h) * D + c, turned, c < D)
+            sum_at = sum_ptr + b * sum_strides[0] + tile.to(tl.int64) * sum_strides[1] + h * sum_strides[2]
+            tl.store(sum_at + c, turned, c < D)
         dx = (grad_cos * cos + grad_sin * sin) * slope
         tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), inside)
         x_at += x_strides[1]
@@ -229,28 +230,34 @@ def polar(x: Tensor, angle: Tensor, phase: Tensor | None, kind: str) -> Tensor:
     return out
 
 
-def polar_backward(
-    x: Tensor, angle: Tensor, phase: Tensor | None, kind: str, grad: Tensor, dx: Tensor
-) -> Tensor | None:
-    """Write the gradient of x into dx, given that of `polar`'s output; return that of the phase, `[H, D]`.
-
-    No atomics: programs leave partial sums, which are added in a fixed order.
-    """
+def phase_sums(x: Tensor) -> Tensor:
+    """Uninitialised float32 `[B, tiles, H, D]`: what `polar_backward` leaves of the gradient of x's phases."""
     rows, heads, length, width = x.shape
-    block_d = triton.next_power_of_2(width)
+    tiles = triton.cdiv(length, _backward_grid(x, True)[1]["BLOCK_T"])
+    return torch.empty(rows, tiles, heads, width, dtype=torch.float32, device=x.device)
+
+
+def _backward_grid(x: Tensor, phased: bool) -> tuple[tuple[int], dict[str, int]]:
     # Phases are summed within a program, which few warps do best.
-    elements, warps = (2048, 8) if phase is None else (1024, 2)
+    elements, warps = (1024, 2) if phased else (2048, 8)
+    block_d = triton.next_power_of_2(x.shape[3])
     grid, meta = _grid(x, elements, block_d)
-    partial = None
-    if phase is not None:
-        tiles = triton.cdiv(length, meta["BLOCK_T"])
-        partial = torch.empty(rows, tiles, heads, width, dtype=torch.float32, device=x.device)
+    return grid, {**meta, "BLOCK_D": block_d, "num_warps": warps}
+
+
+def polar_backward(
+    x: Tensor, angle: Tensor, phase: Tensor | None, kind: str, grad: Tensor, dx: Tensor, sums: Tensor | None
+) -> None:
+    """Write the gradient of x into dx, given that of `polar`'s output.
+
+    No atomics: the gradient of the phase, `[H, D]`, is left as a sum per tile in `sums`, laid out by `phase_sums`.
+    """
+    grid, meta = _backward_grid(x, phase is not None)
+    _, heads, length, width = x.shape
     polar_backward_kernel[grid](
-        x, x.stride(), grad, grad.stride(), dx, dx.stride(), partial, angle, _row(angle), phase,
-        heads, length, width, KIND=kind, PHASE=phase is not None, FAST=_fast(x), BLOCK_D=block_d,
-        num_warps=warps, **meta,
+        x, x.stride(), grad, grad.stride(), dx, dx.stride(), sums, (0, 0, 0) if sums is None else sums.stride()[:3],
+        angle, _row(angle), phase, heads, length, width, KIND=kind, PHASE=phase is not None, FAST=_fast(x), **meta,
     )  # fmt: skip
-    return None if partial is None else partial.sum((0, 1))
 
 
 def rotate(

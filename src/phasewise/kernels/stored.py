@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from phasewise.kernels.body import load_tile, row_statistics
+from phasewise.kernels.body import load_tile
 from phasewise.kernels.hardware import capability
 from phasewise.kernels.prepare import tile_of
 from phasewise.kernels.tiles import UNSEEN, block_width, describe, launch
@@ -201,17 +201,17 @@ def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor,
     into: tuple[Tensor, Tensor, Tensor], *, limit: int, scale: float, causal: bool,
 ) -> None:  # fmt: skip
     """`body.backward` for as many queries as keys, no window, no positions and no slopes; dq may be q itself.
 
-    limit bounds the elements of ds, about: queries are taken in as many parts as that needs.
+    lse2 and delta are `body.row_statistics`. limit bounds the elements of ds, about: queries are taken in as many
+    parts as that needs.
     """
     rows, heads, length, width = q.shape
     key_heads, value_width = v.shape[1], v.shape[3]
     dq, dk, dv = into
-    lse2, delta = row_statistics(out, dout, lse, dlse)
     meta, query_meta, key_meta = (
         launch(f"separable.{name}", q, qk=width, v=value_width, length=length)
         for name in ("score_grad", "query_product", "key_product")
