@@ -14,7 +14,11 @@ from experiments.readme_figure import MARKER, encodings_table, with_table
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "phasewise"
-NEEDS = {"phasewise.hf": "transformers", "phasewise.kernels": "triton"}
+NEEDS = {
+    "phasewise.hf": "transformers",
+    "phasewise.kernels": "triton",
+    "phasewise.kernels.tapa_flash": "flash_attn",
+}
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))]
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")

@@ -66,8 +66,23 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
     if call.scale is not None and call.scale <= 0:
         return f"the fused kernels take a positive scale, not {call.scale}"
     if isinstance(encoding, TAPA):
-        if body != "triton":
-            return f"{body} takes separable scores, and TAPA's are not; triton takes them"
+        if body == "cudnn":
+            return "cudnn takes separable scores, and TAPA's are not; flash and triton take them"
+        if body == "flash":
+            return tapa.flash_unsupported(
+                device=hardware.device,
+                capability=hardware.capability,
+                dtype=q.dtype,
+                amplitude_dim=encoding.amplitude_dim,
+                qk_width=q.shape[-1],
+                v_width=v.shape[-1],
+                queries=q.shape[2],
+                keys=call.k.shape[2],
+                phase=encoding.config.phase,
+                causal=call.causal,
+                window=call.window,
+                placed=not call.plain,
+            )
         return tapa.unsupported(
             device=hardware.device,
             capability=hardware.capability,
@@ -179,7 +194,7 @@ def _alibi(call: Call, body: Body) -> tuple[Tensor, Tensor]:
 def _tapa(call: Call, body: Body) -> tuple[Tensor, Tensor]:
     encoding = call.encoding
     assert isinstance(encoding, TAPA)
-    assert body == "triton"
+    assert body != "cudnn"
     config = encoding.config
     return tapa.attend(
         call.q,
@@ -190,6 +205,7 @@ def _tapa(call: Call, body: Body) -> tuple[Tensor, Tensor]:
         phase=config.phase,
         two_pi=config.two_pi,
         scale=call.scale,
+        body=body,
         **_view(call),
     )
 

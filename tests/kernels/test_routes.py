@@ -125,7 +125,7 @@ def test_auto_names_what_it_passed_over():
     ampere = chosen("rope", AMPERE)
     assert ampere.impl == "triton"
     assert "compute capability 9.0" in ampere.reason
-    assert chosen("tapa", HOPPER).impl == "triton"
+    assert chosen("tapa", HOPPER, window=5).impl == "triton"
     assert chosen("alibi", HOPPER).impl == "triton"
     assert chosen("rope", HOPPER, window=5).impl in ("flash", "triton")
     assert chosen("rope", HOPPER, dtype=torch.float64).impl == "sdpa"
@@ -139,7 +139,8 @@ def test_auto_names_what_it_passed_over():
         ("triton", "rope", Hardware("mps"), {}, "CUDA"),
         ("triton", "tapa", Hardware("cuda", (7, 0)), {}, "compute capability 8.0"),
         ("cudnn", "rope", HOPPER, {"window": 3}, "no window"),
-        ("flash", "tapa", HOPPER, {}, "triton takes them"),
+        ("cudnn", "tapa", HOPPER, {}, "flash and triton take them"),
+        ("flash", "tapa", HOPPER, {"window": 3}, "triton"),
         ("flash", "rope", AMPERE, {}, "compute capability"),
         ("triton", "rope", HOPPER, {"dtype": torch.float64}, "float64"),
         ("sdpa", "tapa", HOPPER, {}, "do not separate"),

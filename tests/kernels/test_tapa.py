@@ -108,7 +108,7 @@ def alpha_terms(tensors, alpha, options, dtype):
     return torch.autograd.grad(functional(out, lse, tensors[0].dtype)[0], each)[0].double()
 
 
-def assert_within_budget(tensors, alpha=0.1, **options):
+def assert_within_budget(tensors, alpha=0.1, attend=tapa.attend, **options):
     """At most twice the error of float32 arithmetic on the same inputs, plus two roundings to the dtype.
 
     One of the weights or score gradients that enter a product, one of its result.
@@ -116,7 +116,7 @@ def assert_within_budget(tensors, alpha=0.1, **options):
     options = {**DEFAULTS, **options}
     exact = gradients(definition, tensors, alpha, options)
     eager = gradients(float32_definition, tensors, alpha, options)
-    ours = gradients(tapa.attend, tensors, alpha, options)
+    ours = gradients(attend, tensors, alpha, options)
     rounding = 2 * torch.finfo(tensors[0].dtype).eps
     flow = tensors[0].shape[:3].numel() ** 0.5 * tensors[2].shape[3] ** 0.5
     # Gradients are differences of terms as large as what flows in and cannot be rounder than those; alpha's is one
@@ -342,7 +342,7 @@ def test_cosine_and_sine_err_by_less_than_the_rounding_of_their_argument(size):
 def test_the_operator_passes_every_check_of_its_registration():
     q, k, v = (x.requires_grad_() for x in inputs(9, heads=2))
     alpha = torch.tensor(0.1, device=DEVICE, requires_grad=True)
-    arguments = (q, k, v, alpha, None, None, None, None, 16, 0.25, 0.25, False, True, None)
+    arguments = (q, k, v, alpha, None, None, None, None, 16, 0.25, 0.25, False, True, None, "triton")
     torch.library.opcheck(torch.ops.phasewise.tapa.default, arguments)
 
 

@@ -86,14 +86,15 @@ def subjects(width: int, length: int) -> Iterator[Subject]:
     if installed("PoPE-pytorch"):
         yield Subject("pope PoPE-pytorch", pope, _peer(pope, length), 2 * width, (pope.phase,))
     joint = TAPA(head_dim=width, alpha=0.1)
-    yield Subject(
-        "tapa triton",
-        joint,
-        lambda q, k, v: tapa.attend(
-            q, k, v, alpha=0.1, amplitude_dim=joint.amplitude_dim, causal=True, window=None
-        )[0],
-        width,
-    )
+    view = {"amplitude_dim": joint.amplitude_dim, "causal": True, "window": None}
+    refused = tapa.flash_unsupported(
+        device="cuda", capability=torch.cuda.get_device_capability(), dtype=torch.bfloat16, qk_width=width,
+        v_width=width, queries=length, keys=length, phase="quadratic", placed=False, **view,
+    )  # fmt: skip
+    joint_bodies: tuple[tapa.Body, ...] = ("triton",) if refused else ("triton", "flash")
+    for body in joint_bodies:
+        mix = partial(tapa.attend, alpha=0.1, body=body, **view)
+        yield Subject(f"tapa {body}", joint, lambda q, k, v, run=mix: run(q, k, v)[0], width)
 
 
 def installed(package: str) -> bool:

@@ -6,6 +6,7 @@ Letters: B batch, H query heads, G key heads, T queries, S keys, D the width of 
 import importlib.util
 import math
 import os
+from importlib import metadata
 from typing import Literal
 
 import torch
@@ -13,15 +14,28 @@ from torch import Tensor
 
 from phasewise.kernels.hardware import capability, on_its_device
 
+Body = Literal["triton", "flash"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256
+FLASH_WIDEST = 128
+FLASH_VERSION = "4.0.0b36"  # of flash-attn-4, whose inner parts tapa_flash.py replaces
 _TRITON = importlib.util.find_spec("triton") is not None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+_FLASH = _version("flash-attn-4")
 
 _PLACES = "Tensor? q_index, Tensor? q_segment, Tensor? k_index, Tensor? k_segment"
 _SCORE = "int amplitude_dim, float scale, float unit, bool linear, bool causal, int? window"
 torch.library.define(
     "phasewise::tapa",
-    f"(Tensor q, Tensor k, Tensor v, Tensor alpha, {_PLACES}, {_SCORE}) -> (Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, Tensor alpha, {_PLACES}, {_SCORE}, str body) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "phasewise::tapa_backward",
@@ -46,6 +60,7 @@ def attend(
     q_segment: Tensor | None = None,
     k_index: Tensor | None = None,
     k_segment: Tensor | None = None,
+    body: Body = "triton",
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale (q_A . k_A) cos(2 pi |i - j|^alpha phi)) v over the keys each query sees, never storing scores.
 
@@ -55,18 +70,26 @@ def attend(
     two_pi: False drops the 2 pi. scale: positive; A^-1/2 by default.
     q_index, k_index, q_segment, k_segment: int64 [B | 1, T] and [B | 1, S]. Without any of them query t sits at
         S - T + t and key s at s, in one segment.
+    body: what makes the output: "triton", or "flash" for what `flash_unsupported` has nothing against. The gradient is
+        Triton's.
 
     In half precision the distance power is good to 2^-17 of itself and the cosine of its argument to one rounding of
     that: an absolute error below 1e-3 up to 100 radians. In float32 both are float32's.
 
     Returns the output [B, H, T, V] and the natural log-sum-exp [B, H, T] in float32: 0 and -1e30 where nothing is
     seen. Both have gradients, the same bits at every repeat; second derivatives raise. Raises ValueError for what
-    `unsupported` names. Source: Wang et al., arXiv 2509.12635.
+    `unsupported` and `flash_unsupported` name. Source: Wang et al., arXiv 2509.12635.
     """
     width, v_width = q.shape[3], v.shape[3]
     reason = unsupported(
         device=q.device.type, capability=capability(q.device), dtype=q.dtype, qk_width=width, v_width=v_width
     )
+    if reason is None and body == "flash":
+        reason = flash_unsupported(
+            device=q.device.type, capability=capability(q.device), dtype=q.dtype, amplitude_dim=amplitude_dim,
+            qk_width=width, v_width=v_width, queries=q.shape[2], keys=k.shape[2], phase=phase, causal=causal,
+            window=window, placed=any(x is not None for x in (q_index, q_segment, k_index, k_segment)),
+        )  # fmt: skip
     if reason is not None:
         raise ValueError(reason)
     if not 0 < amplitude_dim < width:
@@ -86,7 +109,7 @@ def attend(
     return torch.ops.phasewise.tapa(
         q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim,
         amplitude_dim**-0.5 if scale is None else scale, unit,
-        phase == "linear", causal, window,
+        phase == "linear", causal, window, body,
     )  # fmt: skip
 
 
@@ -114,9 +137,45 @@ def unsupported(
     return f"TAPA's kernel needs a CUDA device, not {device}"
 
 
+def flash_unsupported(
+    *, device: str, capability: tuple[int, int] | None, dtype: torch.dtype, amplitude_dim: int, qk_width: int,
+    v_width: int, queries: int, keys: int, phase: str, causal: bool, window: int | None, placed: bool,
+) -> str | None:  # fmt: skip
+    """Why the forward inside flash-attn-4's pipeline cannot serve such a call, or None when it can.
+
+    placed: whether positions are given.
+
+    >>> call = {"device": "cuda", "dtype": torch.bfloat16, "amplitude_dim": 32, "qk_width": 64, "v_width": 64}
+    >>> flash_unsupported(**call, capability=(8, 0), queries=9, keys=9, phase="quadratic", causal=True, window=None,
+    ...                   placed=False)
+    'flash serves compute capability 9.0 here, not (8, 0)'
+    """
+    if device != "cuda":
+        return f"flash needs a CUDA device, not {device}"
+    if capability is None or capability[0] != 9:
+        return f"flash serves compute capability 9.0 here, not {capability}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"flash takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    widths = (amplitude_dim, qk_width, v_width)
+    if any(width % 16 or not 0 < width <= FLASH_WIDEST for width in widths):
+        return (
+            f"flash takes TAPA's parts and values in multiples of 16 channels, up to {FLASH_WIDEST}, not "
+            f"{amplitude_dim} of {qk_width} and {v_width}; triton takes all"
+        )
+    if phase != "quadratic":
+        return f"flash takes TAPA's quadratic phase, not the {phase} one; triton does"
+    if placed or not causal or window is not None or queries > keys:
+        return "flash takes TAPA causal, with the queries the last of the keys; positions and windows go to triton"
+    if _FLASH is None:
+        return "flash-attn-4 is not installed; `pip install phasewise[flash]`"
+    if _FLASH != FLASH_VERSION:
+        return f"TAPA's forward is written into flash-attn-4 {FLASH_VERSION}, and {_FLASH} is installed"
+    return None
+
+
 @on_its_device
 def _tapa(
-    q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim, scale, unit, linear, causal, window
+    q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim, scale, unit, linear, causal, window, body
 ):  # fmt: skip
     from phasewise.kernels.tapa_forward import forward
     from phasewise.kernels.tapa_score import Score
@@ -125,8 +184,13 @@ def _tapa(
     if q.numel() == 0 or k.numel() == 0:
         out, lse = _tapa_fake(q, k, v)
         return out.zero_(), lse.fill_(EMPTY_LSE)
+    score = Score(amplitude_dim, scale, unit, linear, causal, window)
+    if body == "flash":
+        from phasewise.kernels import tapa_flash
+
+        return tapa_flash.forward(q, k, v, alpha, score)
     places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
-    return forward(q, k, v, alpha, places, Score(amplitude_dim, scale, unit, linear, causal, window))
+    return forward(q, k, v, alpha, places, score)
 
 
 @on_its_device
@@ -163,7 +227,7 @@ def _tapa_backward_fake(grad_out, grad_lse, q, k, v, alpha, *_):
 
 def _setup(ctx, inputs, output):
     q, k, v, alpha, *rest = inputs
-    places, ctx.score = rest[:4], rest[4:]
+    places, ctx.score = rest[:4], rest[4:-1]
     ctx.save_for_backward(q, k, v, alpha, *output, *places)
 
 
@@ -172,7 +236,7 @@ def _backward(ctx, grad_out, grad_lse):
     grads = torch.ops.phasewise.tapa_backward(
         grad_out, grad_lse, q, k, v, alpha, out, lse, *places, *ctx.score, ctx.needs_input_grad[3]
     )
-    return *grads, *[None] * (len(places) + len(ctx.score))
+    return *grads, *[None] * (len(places) + len(ctx.score) + 1)
 
 
 def _no_second_gradient(*_):
