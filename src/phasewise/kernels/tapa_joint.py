@@ -43,9 +43,7 @@ from phasewise.kernels.tapa_score import (
 )
 from phasewise.kernels.tiles import LOG2E, UNSEEN, describe
 
-SPACING = (
-    1024  # tiles of queries that are walked over side by side: whoever is waited for is some steps ahead
-)
+SPACING = 1024  # tiles of queries walked over side by side, so that whoever is waited for is some steps ahead
 await_group = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
 
 
