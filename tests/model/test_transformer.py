@@ -119,7 +119,7 @@ def test_documents_of_a_packed_row_are_as_if_alone(encoding):
 def test_a_document_of_a_packed_row_has_exactly_no_effect_on_another(encoding):
     model, tokens, at = model_of(encoding), tokens_of(1, LENGTH), Positions.packed([4, 7])
     embedded = []
-    model.embedding.register_forward_hook(
+    model.dropout.register_forward_hook(
         lambda _, __, out: embedded.append(out.detach().requires_grad_()) or embedded[-1]
     )
     changed = tokens.clone()
