@@ -1,23 +1,17 @@
-"""What came of Indirect Indexing: the pilot's choice, and all models of a variant in one record.
+"""All models of a variant of Indirect Indexing in one record.
 
-    python -m experiments.indirect_indexing_report choose PILOT_PARTS CHOICE
-    python -m experiments.indirect_indexing_report join PARTS PILOT_PARTS results/indirect-indexing/h200.json
-
-The pilot's rule: at the furthest step that all its models have come to, the variant with the highest mean
-accuracy over its seeds, of averaged weights on the watched validation examples; of equals the lower mean loss.
+python -m experiments.indirect_indexing_report PARTS results/indirect-indexing/h200.json
 """
 
 import argparse
 import json
 import statistics
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from experiments.indirect_indexing import best
 from phasewise.record import replacing, written
 
-RULE = __doc__.split("\n\n")[2].strip()
 PAPER = {"rope": {"mean": 11.16, "spread": 2.45}, "pope": {"mean": 94.82, "spread": 2.91}}
 """Accuracy, %, three seeds; arXiv 2509.10534, table 1."""
 SOLVED = 0.9
@@ -35,26 +29,7 @@ def read(folder: Path) -> list[Part]:
     return parts
 
 
-def pilot(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """Each variant's accuracy and loss at the furthest common step, the chosen one first."""
-    curves: dict[str, list[list[dict[str, float]]]] = {}
-    changes = {}
-    for part in parts:
-        curves.setdefault(part["recipe"]["variant"], []).append(part["values"])
-        changes[part["recipe"]["variant"]] = part["recipe"]["changes"]
-    step = min(curve[-1]["steps"] for seeds in curves.values() for curve in seeds)
-    rows = []
-    for variant, seeds in curves.items():
-        points = [next(point for point in curve if point["steps"] == step) for curve in seeds]
-        row: dict[str, Any] = {"variant": variant, "changes": changes[variant], "steps": step}
-        for name in ("average", "average_loss"):
-            values = [point[name] for point in points]
-            row[name] = {"mean": statistics.fmean(values), "seeds": values}
-        rows.append({**row, "curves": seeds})
-    return sorted(rows, key=lambda row: (-row["average"]["mean"], row["average_loss"]["mean"]))
-
-
-def joined(parts: list[Part], trials: list[Part]) -> dict[str, Any]:
+def joined(parts: list[Part]) -> dict[str, Any]:
     """One document of all models of one variant, by encoding; ValueError when they do not belong together."""
     first = parts[0]
     for part in parts:
@@ -72,12 +47,11 @@ def joined(parts: list[Part], trials: list[Part]) -> dict[str, Any]:
         kind: {name: value for name, value in models[0]["recipe"]["training"].items() if name != "seed"}
         for kind, models in encodings.items()
     }
-    rule = {"rule": first["recipe"]["rule"], "pilot's rule": RULE}
-    recipe = {**{name: first["recipe"][name] for name in ("variant", "changes")}, "training": shared, **rule}
-    values: dict[str, Any] = {kind: _summary(kind, models) for kind, models in sorted(encodings.items())}
-    if trials:
-        values["pilot"] = pilot(trials)
-    return {"values": values, "recipe": recipe, **{name: first[name] for name in (*CERTIFICATE, "date")}}
+    told = {name: first["recipe"][name] for name in ("variant", "changes", "rule")}
+    values = {kind: _summary(kind, models) for kind, models in sorted(encodings.items())}
+    certificate = {name: first[name] for name in CERTIFICATE}
+    date = max(part["date"] for part in parts)
+    return {"values": values, "recipe": {**told, "training": shared}, **certificate, "date": date}
 
 
 def _summary(kind: str, models: list[Part]) -> dict[str, Any]:
@@ -104,36 +78,16 @@ def _spread(values: list[float]) -> dict[str, Any]:
     return {"mean": statistics.fmean(values), "deviation": deviation, "seeds": values}
 
 
-def choose(parts: Path, out: Path) -> None:
-    rows = pilot(read(parts))
-    for row in rows:
-        accuracies = ", ".join(f"{value:.1%}" for value in row["average"]["seeds"])
-        print(
-            f"{row['variant']:18} step {row['steps']:6.0f}: {row['average']['mean']:.1%} ({accuracies}), "
-            f"loss {row['average_loss']['mean']:.3f}"
-        )
-    with replacing(out) as unfinished:
-        unfinished.write_text(rows[0]["variant"] + "\n")
-
-
-def join(parts: Path, trials: Path, out: Path) -> None:
-    document = joined(read(parts), read(trials))
-    with replacing(out) as unfinished:
-        unfinished.write_text(written(document))
-    for kind in PAPER.keys() & document["values"].keys():
-        print(kind, document["values"][kind]["test_accuracy"], "solved", document["values"][kind]["solved"])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    for function, names in ((choose, ("parts", "out")), (join, ("parts", "trials", "out"))):
-        command = commands.add_parser(function.__name__)
-        for name in names:
-            command.add_argument(name, type=Path)
-        command.set_defaults(function=function)
-    given = vars(parser.parse_args())
-    given.pop("function")(**given)
+    parser.add_argument("parts", type=Path)
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    document = joined(read(given.parts))
+    with replacing(given.out) as unfinished:
+        unfinished.write_text(written(document))
+    for kind, found in document["values"].items():
+        print(kind, found["test_accuracy"], "solved", found["solved"])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from experiments.indirect_indexing_report import choose, join, joined, pilot, read
+from experiments.indirect_indexing_report import joined, main, read
 
 CERTIFICATE = {"commit": "abc", "dirty": False, "device": "NVIDIA H200", "versions": {"torch": "2.11"}}
 
@@ -26,48 +26,27 @@ def part(variant, encoding, seed, curve, **changes):
     return {"values": points, "recipe": recipe, **CERTIFICATE, "date": "2026-11-29", **changes}
 
 
-def test_the_pilot_compares_at_the_furthest_step_that_all_have():
+def test_joined_models_keep_every_seed_and_the_certificate_of_their_run(tmp_path, monkeypatch):
     parts = [
-        part("paper", "pope", 10, {2000: 0.1, 4000: 0.2, 6000: 0.9}),
-        part("paper", "pope", 11, {2000: 0.1, 4000: 0.3, 6000: 0.9}),
-        part("norm", "pope", 10, {2000: 0.1, 4000: 0.4}),
-        part("norm", "pope", 11, {2000: 0.1, 4000: 0.2}),
-    ]
-    first, second = pilot(parts)
-    assert [first["variant"], first["steps"], second["variant"]] == ["norm", 4000, "paper"]
-    assert first["average"] == {"mean": pytest.approx(0.3), "seeds": [0.4, 0.2]}
-    assert first["changes"] == {"norm": True}
-
-
-def test_of_equal_variants_the_lower_loss_is_chosen(tmp_path):
-    parts = [part(variant, "pope", 10, {2000: 0.5}) for variant in ("norm", "rate")]
-    parts[1]["values"][0]["average_loss"] = 0.1
-    for number, one in enumerate(parts):
-        (tmp_path / f"{number}.json").write_text(json.dumps(one))
-    choose(tmp_path, tmp_path / "chosen" / "choice")
-    assert (tmp_path / "chosen" / "choice").read_text() == "rate\n"
-
-
-def test_joined_models_keep_every_seed_and_the_certificate_of_their_run(tmp_path):
-    finals = [
-        part("rate", "pope", seed, {4000: 0.5, 8000: accuracy})
+        part("gated", "pope", seed, {4000: 0.5, 8000: accuracy})
         for seed, accuracy in ((1, 0.97), (0, 0.93), (2, 0.4))
     ]
-    finals.append(part("rate", "rope", 0, {4000: 0.1, 8000: 0.2}))
-    for folder, parts in (("finals", finals), ("pilot", [part("rate", "pope", 10, {2000: 0.3})])):
-        (tmp_path / folder).mkdir()
-        for number, one in enumerate(parts):
-            (tmp_path / folder / f"{number}.json").write_text(json.dumps(one))
-    join(tmp_path / "finals", tmp_path / "pilot", tmp_path / "joined.json")
-    document = json.loads((tmp_path / "joined.json").read_text())
+    parts.append(part("gated", "rope", 0, {4000: 0.1, 8000: 0.2}, date="2026-11-30"))
+    for number, one in enumerate(parts):
+        (tmp_path / f"{number}.json").write_text(json.dumps(one))
+    out = tmp_path / "joined" / "record.json"
+    monkeypatch.setattr("sys.argv", ["report", str(tmp_path), str(out)])
+    main()
+    document = json.loads(out.read_text())
     assert {name: document[name] for name in CERTIFICATE} == CERTIFICATE
+    assert document["date"] == "2026-11-30"
+    assert document["recipe"]["changes"] == {"gated": True}
     pope = document["values"]["pope"]
     assert [seed["seed"] for seed in pope["seeds"]] == [0, 1, 2]
     # The third seed was best at step 4000.
     assert pope["test_accuracy"]["seeds"] == pytest.approx([0.94, 0.98, 0.51])
     assert (pope["solved"], pope["seeds"][2]["best"]["steps"]) == (2, 4000)
     assert document["values"]["rope"]["test_accuracy"]["deviation"] is None
-    assert document["values"]["pilot"][0]["average"]["mean"] == 0.3
 
 
 @pytest.mark.parametrize(
@@ -79,7 +58,7 @@ def test_joined_models_keep_every_seed_and_the_certificate_of_their_run(tmp_path
 )
 def test_parts_that_do_not_belong_together_are_not_joined(other, words):
     with pytest.raises(ValueError, match=words):
-        joined([part("rate", "pope", 0, {4000: 0.5}), other], [])
+        joined([part("rate", "pope", 0, {4000: 0.5}), other])
 
 
 def test_a_folder_without_parts_is_named(tmp_path):

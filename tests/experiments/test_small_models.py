@@ -57,7 +57,7 @@ def test_accuracy_is_the_share_of_answers_at_their_places():
 
 
 def shorten(monkeypatch):
-    for name, value in {"BLOCK": 2, "EVERY": 4, "PILOT_EVERY": 2, "WATCHED": 20, "KEPT": 0.5}.items():
+    for name, value in {"BLOCK": 2, "EVERY": 4, "WATCHED": 20, "KEPT": 0.5}.items():
         monkeypatch.setattr(indirect_indexing, name, value)
 
 
@@ -76,14 +76,6 @@ def test_the_average_is_tested_where_it_leads_and_both_at_the_end(tmp_path, monk
     ]
     assert [point.get("weights_test") for point in curve] == [None, None, None, 0.34]
     assert indirect_indexing.best(curve) == curve[2]
-
-
-def test_a_pilot_reads_no_test_example(tmp_path, monkeypatch):
-    shorten(monkeypatch)
-    given = {"pope": small("pope-indirect-indexing", "pope")}
-    curve = indirect_indexing.run(given, tmp_path, CPU, pilot=True)["pope"]
-    assert [point["steps"] for point in curve] == [2, 4, 6, 8]
-    assert not any("test" in name for point in curve for name in point)
 
 
 def test_paired_difference_and_its_interval_are_those_of_students_t():
