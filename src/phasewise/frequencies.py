@@ -210,10 +210,10 @@ class NTK(Unweighted):
 
     def geometric(self, n: int) -> Geometric:
         """The same rates for n channels, at least 2, as a changed base."""
-        return _stretched(self.base, self.factor, n)
+        return Geometric(base=_stretched(self.base, self.factor, n))
 
     def _rates(self, n: int, device: Device) -> Tensor:
-        return self.geometric(n).rates(n, device=device)
+        return _geometric(_stretched(self.base, self.factor, n), n, device)
 
 
 class DynamicNTK(LengthDependent):
@@ -236,7 +236,8 @@ class DynamicNTK(LengthDependent):
         return None
 
     def _at(self, length: int, n: int) -> Geometric:
-        return _stretched(self.base, 1 + self.factor * max(length / self.original_length - 1, 0), n)
+        stretch = 1 + self.factor * max(length / self.original_length - 1, 0)
+        return Geometric(base=_stretched(self.base, stretch, n))
 
 
 class Ramp(Frequencies):
@@ -464,13 +465,13 @@ def _geometric(base: float, n: int, device: Device) -> Tensor:
     return base ** -(torch.arange(n, dtype=torch.float64, device=device) / n)
 
 
-def _stretched(base: float, stretch: float, n: int) -> Geometric:
+def _stretched(base: float, stretch: float, n: int) -> float:
     """The base at which the slowest of n channels is `stretch` times slower and the fastest unchanged."""
     if n < 2:
         raise ValueError(
             f"n is {n}; a changed base moves no rate of a single channel: use 2 or more, or Linear"
         )
-    return Geometric(base=base * stretch ** (n / (n - 1)))
+    return base * stretch ** (n / (n - 1))
 
 
 def _require_channels(n: int) -> None:
