@@ -228,6 +228,13 @@ def test_arc_as_requests_becomes_its_questions(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_limit_counts_documents_of_each_length_they_were_made_to():
+    made = [{"max_length": length} for length in (512, 1024) for _ in range(3)]
+    assert list(tasks._first(made, 2)) == [0, 1, 3, 4]
+    assert list(tasks._first([{"text": "a"}] * 5, 2)) == [0, 1]
+    assert list(tasks._first(made, None)) == list(range(6))
+
+
 def test_unknown_tasks_and_unreachable_data_are_named_with_the_remedy(model, known, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="lm-eval has no task 'lambda'"):
         known.check("lambda")

@@ -8,6 +8,7 @@ import pytest
 from phasewise.cli import main
 from phasewise.data import load
 
+EVAL = "RULER's tasks need lm-eval: pip install 'phasewise[eval]'"
 SENTENCE = "the sea was calm and grey under long low clouds ; nobody spoke ! a gull cried once -"
 WORDS = SENTENCE.split()
 SIZES = ["--width", "16", "--layers", "1", "--heads", "2", "--device", "cpu"]
@@ -24,7 +25,7 @@ def values(folder):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Two texts, and a model trained on shards of one in tokens of a BPE of its own."""
+    """Two texts, and a model trained on shards of one: 300 tokens of its own, in a vocabulary padded to 384."""
     folder = tmp_path_factory.mktemp("tokens")
     random = np.random.default_rng(0)
     for name in ("one", "other"):
@@ -36,23 +37,25 @@ def place(tmp_path_factory):
         phasewise("tokenize", f"text:{folder / 'one'}", "--out", folder / "shards", "--tokenizer", bpe) == 0
     )
     data = f"shards:{folder / 'shards'}"
-    assert phasewise("train", "--data", data, "--out", folder / "run", *SIZES, *BUDGET) == 0
+    padded = ["--vocabulary-multiple", "128"]
+    assert phasewise("train", "--data", data, "--out", folder / "run", *SIZES, *BUDGET, *padded) == 0
     return folder
 
 
 def test_text_is_evaluated_in_the_tokens_that_a_model_was_trained_on(place, tmp_path):
     text = f"text:{place / 'other' / 'test.txt'}"
     options = ["--lengths", "64", "--tokens", "500", "--device", "cpu", "--no-figure"]
-    data = ["--data", text, f"shards:{place / 'shards'}"]
-    assert phasewise("evaluate", place / "run", *data, *options, "--out", tmp_path / "out") == 0
-    (row,) = values(tmp_path / "out")["rows"]
-    for loss in row["losses"]:
-        assert loss["corpus"]["unit"] == "token"
+    for number, data in enumerate((text, f"shards:{place / 'shards'}")):
+        out = tmp_path / str(number)
+        assert phasewise("evaluate", place / "run", "--data", data, *options, "--out", out) == 0
+        (row,) = values(out)["rows"]
+        (loss,) = row["losses"]
         (bits,), (measured,) = loss["bits_per_byte"], loss["measurements"]
-        assert (
-            bits < 0.7 * measured["bits"]
-        )  # a token is several bytes, where bytes alone would give equal numbers
-    assert row["checkpoint"]["tokenizer"].endswith("tokenizer.json")
+        assert (loss["corpus"]["unit"], loss["corpus"]["vocab_size"]) == ("token", 300)
+        # A token is several bytes, where bytes alone would give equal numbers.
+        assert bits < 0.7 * measured["bits"]
+        assert row["checkpoint"]["tokenizer"] == str(place / "run" / "model" / "tokenizer.json")
+        assert row["checkpoint"]["vocab_size"] == 384
 
 
 def test_extending_needs_no_tokenizer_and_hands_it_on(place, tmp_path):
@@ -84,14 +87,14 @@ def test_shards_of_another_tokenizer_are_refused(place, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_ruler_is_made_and_answered_at_every_length_without_a_network(place, tmp_path, monkeypatch):
-    nltk = pytest.importorskip("nltk", reason="RULER's tasks need pip install 'phasewise[eval]'")
+def test_ruler_is_made_and_answered_without_a_network(place, tmp_path, monkeypatch):
+    nltk = pytest.importorskip("nltk", reason=EVAL)
     for package in ("lm_eval", "wonderwords"):
-        pytest.importorskip(package, reason="RULER's tasks need pip install 'phasewise[eval]'")
+        pytest.importorskip(package, reason=EVAL)
     monkeypatch.setattr(nltk, "download", lambda *_, **__: False)
-    data = ["--data", f"shards:{place / 'shards'}", "--lengths", "1024", "1536", "--tokens", "1536"]
+    data = ["--data", f"shards:{place / 'shards'}", "--lengths", "1024", "--tokens", "1024"]
     options = ["--tasks", "niah_single_1", "--task-limit", "2", "--device", "cpu", "--no-figure"]
     assert phasewise("evaluate", place / "run", *data, *options, "--out", tmp_path / "out") == 0
     ((task,),) = [row["tasks"] for row in values(tmp_path / "out")["rows"]]
-    assert task["examples"] == 4
-    assert set(task["metrics"]) == {"1024", "1536"}
+    assert task["examples"] == 2
+    assert set(task["metrics"]) == {"1024"}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from phasewise.data import Corpus, Windows, load, own_tokenizer, require_tokenizer_of, tokenizer_of, windows
+from phasewise.data.shards import TOKENIZER
 from phasewise.data.sources import TOKENIZED
 from phasewise.evaluate import Needle, passkeys
 from phasewise.evaluate.prefixed import Prefixed
@@ -106,7 +107,7 @@ class Plan:
         recipe, model = self.recipe, self._opened(str(folder))
         tokenizers = [_tokenizer(recipe, folder, data) for data in recipe.data]
         corpora = tuple(self._corpus(*both) for both in zip(recipe.data, tokenizers, strict=True))
-        tokenizer = next((each for each in tokenizers if each != "bytes"), "bytes")
+        tokenizer = _named(folder, corpora, tokenizers)
         measured = tuple(_windows(recipe, corpus) for corpus in corpora)
         for corpus, over in zip(corpora, measured, strict=True):
             require_tokenizer_of(folder, corpus)
@@ -166,6 +167,16 @@ def _tokenizer(recipe: EvaluateRecipe, folder: Path, data: str) -> str:
     if recipe.tokenizer is None:
         return tokenizer_of(folder, data)
     return recipe.tokenizer if data.partition(":")[0] in TOKENIZED else "bytes"
+
+
+def _named(folder: Path, corpora: Sequence[Corpus], tokenizers: Sequence[str]) -> str:
+    """What makes tokens of a checkpoint's text: as asked for, or its own, of which shards may be made."""
+    asked = next((each for each in tokenizers if each != "bytes"), None)
+    shards = next((corpus for corpus in corpora if corpus.tokenizer is not None), None)
+    if asked is not None or shards is None:
+        return asked or "bytes"
+    own = folder / TOKENIZER
+    return str(own) if own.is_file() else shards.name
 
 
 def _prefix(tokenizer: str) -> tuple[int, ...]:
