@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phasewise.kernels import tapa
-from tests.kernels.test_tapa import GPU, assert_within_budget, inputs
+from tests.kernels.test_tapa import GPU, assert_within_budget, definition, inputs
 
 CALL = {
     "device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "amplitude_dim": 32, "qk_width": 64,
@@ -79,17 +79,19 @@ def test_flash_output_is_the_equation_for_other_exponents(alpha, scale):
 @on_hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("factor", [8.0, 60.0, 1000.0])
+@pytest.mark.parametrize("factor", [8.0, 60.0, 300.0])
 @pytest.mark.parametrize("first", [0, 300])
 def test_flash_survives_scores_far_above_all_that_came_before(first, factor, dtype):
     """Keys are walked from the last to the first, and a tile's weights are relative to those before it."""
     q, k, v = inputs(700, heads=1, width=64, v_width=64, dtype=dtype)
     k[:, :, first : first + 5, :32] *= factor
     out, lse = flash(q, k, v, **OPTIONS)
-    other, other_lse = tapa.attend(q, k, v, **OPTIONS)
-    assert out.isfinite().all()
-    assert (out - other).double().norm() <= 4 * torch.finfo(dtype).eps * other.double().norm()
-    torch.testing.assert_close(lse, other_lse, rtol=1e-4, atol=1e-4)
+    exact, exact_lse = definition(q, k, v, **OPTIONS)
+    amplitudes = (q[..., :32].double() @ k[..., :32].double().mT).abs().amax(-1) * 32**-0.5
+    cosine_error = 2e-4 * amplitudes  # so much may a score be off, as cosines may by 2e-4
+    assert ((lse - exact_lse).abs() <= cosine_error + 1e-3).all()
+    wrong = (out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert (wrong <= 8 * torch.finfo(dtype).eps + 4 * cosine_error).all()
 
 
 @on_hopper
