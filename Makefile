@@ -60,6 +60,7 @@ tables: $(ready) ## the figures and tables of README.md and docs from results/
 	cp results/evaluate/demo/figure.svg docs/figures/evaluate_demo.svg
 	$(run) -m experiments.training_table results/training/h200.json results/training/h200-8192.json
 	$(run) -m experiments.validation_tables
+	$(run) -m experiments.parallel_tables results/parallel/h200
 
 docs: $(ready_docs) ## the documentation, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(run) -m mkdocs build --strict

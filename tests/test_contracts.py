@@ -445,6 +445,7 @@ def test_sdpa_equals_reference_on_any_packing_and_window(case, lengths, window, 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.parametrize(("case", "impl"), COMPILED)
 def test_compiles_whole_with_dynamic_lengths(case, impl):
+    torch.compiler.reset()  # a process compiles a function for so many encodings and no more
     encoding = make(case)
     compiled = torch.compile(
         lambda q, k, v: attention(q, k, v, encoding, impl=impl), fullgraph=True, dynamic=True

@@ -63,7 +63,7 @@ def test_shared_rows_show_how_far_their_losses_are_from_one_gpus():
     fits_not = {"case": {**shared(1, 1.0, [])["case"], "length": 128}, "out_of_memory": True}
     one = document([shared(1, 100.0, [2.0, 4.0]), fits_not], 1, **recipe)
     table = context_table([one, document([shared(2, 150.0, [2.0, 4.004])], 2, **recipe)])
-    assert cells(table, 1)[3:] == ["150", "75.0%", "10.0%", "3.0 GiB", "1e-03", "0e+00"]
+    assert cells(table, 1)[3:] == ["150", "75.0%", "10.0%", "3.0 GiB", "0e+00", "0e+00", "1e-03"]
     assert cells(table, 2)[3] == "does not fit"
 
 
