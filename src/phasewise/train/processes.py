@@ -92,7 +92,10 @@ def join(device: torch.device | str) -> Processes:
     except ImportError as error:
         raise ValueError("several processes need accelerate: pip install 'phasewise[train]'") from error
     state = PartialState(cpu=torch.device(device).type == "cpu")
-    talk = dist.new_group(backend="gloo", timeout=PATIENCE) if state.num_processes > 1 else None
+    talk = None
+    if state.num_processes > 1:
+        talk = dist.new_group(backend="gloo", timeout=PATIENCE)
+        assert isinstance(talk, dist.ProcessGroup)
     return Processes(state.process_index, state.num_processes, usable(state.device or device), talk)
 
 
