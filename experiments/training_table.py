@@ -16,13 +16,15 @@ def speed_table(documents: Sequence[dict[str, Any]]) -> str:
     """Tokens a second of each case, and its ratios to those of the same run."""
     document = documents[0]
     lines = [
-        "| context | | attention | tokens/s | MFU | ms a step (quartiles) | to the single file | to RoPE | memory |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|",
+        "| context | | attention | tokens/s | MFU | ms a step (quartiles) | to the single file | to RoPE | memory "
+        "| commit |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
     ]
-    for row in sorted((row for one in documents for row in one["values"]), key=lambda row: row["context"]):
+    rows = [(row, one["commit"][:7]) for one in documents for row in one["values"]]
+    for row, commit in sorted(rows, key=lambda pair: pair[0]["context"]):
         name = NAMES.get(row["case"], row["case"])
         if "failed" in row:
-            lines.append(f"| {row['context']} | {name} | | failed | | | | | |")
+            lines.append(f"| {row['context']} | {name} | | failed | | | | | | {commit} |")
             continue
         time = row["ms_per_step"]
         spread = f" ({time['low']:.1f}-{time['high']:.1f})" if "low" in time else ""
@@ -31,7 +33,7 @@ def speed_table(documents: Sequence[dict[str, Any]]) -> str:
         memory = f"{row['peak_bytes'] / 2**30:.1f} GiB" if "peak_bytes" in row else ""
         lines.append(
             f"| {row['context']} | {name} | {row['attention']} | {row['tokens_per_second']:,.0f} | {row['mfu']:.1%} | "
-            f"{time['median']:.1f}{spread} | {cells[0]} | {cells[1]} | {memory} |"
+            f"{time['median']:.1f}{spread} | {cells[0]} | {cells[1]} | {memory} | {commit} |"
         )
     sizes, versions = document["recipe"]["sizes"], document["versions"]
     packages = ", ".join(
