@@ -38,8 +38,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "paper": {},
     "gated-phases": {"activation": "swiglu", "encoding_rate": 10.0},
 }
-"""Changes of the paper's recipe that cost neither steps, rows nor parameters, by why they were thought to help:
-phases that turn at the weights' learning rate, 2e-4 a step, take thousands of steps to where they are needed."""
+"""Changes of the paper's recipe that cost neither steps, rows nor parameters; docs/small-models.md has their trials."""
 BLOCK = 100
 CHECKPOINT_EVERY = 25_000
 KEPT = 0.95
