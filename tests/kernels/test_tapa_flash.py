@@ -96,7 +96,7 @@ def test_flash_survives_scores_far_above_all_that_came_before(first, factor, dty
 
 @on_hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [1e2, 1e4])  # at 1e6 scores overflow their own rounding: docs/log.md
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6])
 def test_flash_stays_finite_with_huge_inputs(size):
     q, k, v = inputs(300, heads=1, width=64, v_width=64, dtype=torch.bfloat16)
     out, lse = flash(q * size, k * size, v, **OPTIONS | {"alpha": 1.0})

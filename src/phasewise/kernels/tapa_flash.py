@@ -350,7 +350,8 @@ class TapaForward(FlashAttentionForwardSm90):
             row = scores[r, None].load()
             higher = cute.arch.warp_reduction_max(utils.fmax_reduce(row, top[r]), threads_in_group=4)
             fade = cute.math.exp2((top[r] - higher) * scale_log2, fastmath=True)
-            weight = cute.math.exp2(row * scale_log2 - higher * scale_log2, fastmath=True)
+            # Subtracted first: of products with the scale, roundings would be left, and overflow where scores are huge.
+            weight = cute.math.exp2((row - higher) * scale_log2, fastmath=True)
             total[r] = utils.fadd_reduce(weight, init_val=total[r] * fade)
             top[r] = higher
             weights[r, None].store(weight)
