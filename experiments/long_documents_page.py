@@ -10,23 +10,23 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from experiments.long_documents import TRAINED
 from experiments.readme_figure import ROOT, with_table
-from phasewise.train.evaluation_report import Evaluated, Evaluation, draw, draw_needles
+from phasewise.train.evaluation_report import Evaluated, Evaluation, draw
 
 RESULTS = ROOT / "results" / "evaluate" / "novels"
 FIGURES = ROOT / "docs" / "figures"
 PAGE = ROOT / "docs" / "evaluate.md"
-REPORT, TRAININGS, ADVICE = "report.json", "trainings.json", "advice.json"
+REPORT, TRAININGS = "report.json", "trainings.json"
 
 
 def collect(runs: Path) -> None:
     """Take from a run what is shown, and what it takes to repeat it."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     shutil.copy(runs / "evaluated" / REPORT, RESULTS / REPORT)
-    shutil.copy(runs / ADVICE, RESULTS / ADVICE)
     reports = {path.parent.name: json.loads(path.read_text()) for path in sorted(runs.glob(f"*/{REPORT}"))}
     reports.pop("evaluated")
     (RESULTS / TRAININGS).write_text(json.dumps(reports, indent=1) + "\n")
@@ -61,49 +61,31 @@ def losses_table(evaluation: Evaluation, number: int) -> str:
 
 
 def needles_table(evaluation: Evaluation) -> str:
-    """The share of passkeys found, one and several needles, mean over depths."""
+    """The share of single passkeys found and the loss of a token of the answer, means over depths."""
     lengths = sorted({cell.length for cell in evaluation.rows[0].retrieval[0].cells})
-    counts = " / ".join(str(found.needles) for found in evaluation.rows[0].retrieval)
     return _table(
-        [f"passkeys found, {counts} needles", *(_times(length, lengths[0]) for length in lengths)],
+        ["passkeys found, nats", *(_times(length, lengths[0]) for length in lengths)],
         ([row.checkpoint.name, *(_found(row, length) for length in lengths)] for row in evaluation.rows),
     )
 
 
-def advice_table(advice: dict[str, Any]) -> str:
-    """What `advise` measured, in its order, beside what it had predicted."""
-    values = advice["values"]
-    rows = []
-    for one in values["options"]:
-        if one["measured"] is None:
-            continue
-        losses = {each["length"]: each["loss"] for each in one["measured"]["losses"]}
-        cells = (one["measured"]["retrieval"] or {"cells": []})["cells"]
-        found = [cell["exact"] for cell in cells if cell["length"] == values["wanted"]]
-        rows.append(
-            [
-                one["option"]["kind"],
-                f"{one['option']['rank']}",
-                *(f"{losses[length]:.3f}" for length in (values["trained"], values["wanted"])),
-                f"{sum(found) / len(found):.2f}" if found else "",
-            ]
-        )
-    heads = [
-        "setting",
-        "predicted rank",
-        f"loss at {values['trained']}",
-        f"loss at {values['wanted']}",
-        "passkeys",
-    ]
-    return _table(heads, rows)
+def extensions_table(trainings: dict[str, Any]) -> str:
+    """The losses that `extend` measured before and after, nats per token, by model and what was done to it."""
+    rows: dict[tuple[str, str], dict[int, float]] = {}
+    for report in trainings.values():
+        if "stages" in report["values"]:
+            model = Path(report["values"]["checkpoint"]).parent.name
+            for row in report["values"]["rows"]:
+                rows[model, row["name"]] = {each["length"]: each["loss"] for each in row["measurements"]}
+    order = sorted(rows, key=lambda key: (key[0] != "rope", key[1] != "before", key[1]))
+    lengths = sorted(rows[order[0]])
+    heads = ["nats per token", "done", *(_times(length, lengths[0]) for length in lengths)]
+    return _table(heads, ([*key, *(f"{rows[key][length]:.3f}" for length in lengths)] for key in order))
 
 
 def _found(row: Evaluated, length: int) -> str:
-    shares = []
-    for needles in row.retrieval:
-        exact = [cell.exact for cell in needles.cells if cell.length == length]
-        shares.append(f"{sum(exact) / len(exact):.2f}")
-    return " / ".join(shares)
+    cells = [cell for cell in row.retrieval[0].cells if cell.length == length]
+    return f"{fmean(cell.exact for cell in cells):.2f}, {fmean(cell.loss for cell in cells):.2f}"
 
 
 def _times(length: int, trained: int) -> str:
@@ -111,33 +93,30 @@ def _times(length: int, trained: int) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("| --- |", "|---|")
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def page() -> str:
     """docs/evaluate.md with its tables."""
     document = json.loads((RESULTS / REPORT).read_text())
     evaluation = Evaluation.model_validate(document["values"])
-    advice = json.loads((RESULTS / ADVICE).read_text())
+    trainings = json.loads((RESULTS / TRAININGS).read_text())
     novels, novel = (loss.measurements[0].tokens for loss in evaluation.rows[0].losses)
+    rows = evaluation.rows[0].retrieval[0].cells[0].examples
     parts = [
-        trainings_table(json.loads((RESULTS / TRAININGS).read_text())),
+        trainings_table(trainings),
         f"Novels held out, {novels:,} tokens scored at each length:",
         losses_table(evaluation, 0),
         f"The end of War and Peace, {novel:,} tokens:",
         losses_table(evaluation, 1),
-        f"Passkeys, {evaluation.rows[0].retrieval[0].cells[0].examples} at each length and depth, mean over depths:",
+        f"Passkeys, {rows} rows at each length and depth; share found, and nats per token of the answer:",
         needles_table(evaluation),
         f"`results/evaluate/novels/`: commit {document['commit'][:10]}, {document['device']}, "
         f"torch {document['versions']['torch']}; one seed.",
     ]
     text = with_table(PAGE.read_text(), "\n\n".join(parts), "novels")
-    return with_table(text, f"{advice_table(advice)}\n\n{_verdict(advice['values'])}", "novels-advice")
-
-
-def _verdict(values: dict[str, Any]) -> str:
-    return f"Verdict: **{values['verdict']['kind']}**; {'; '.join(values['verdict']['reasons'])}."
+    return with_table(text, extensions_table(trainings), "novels-extended")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -145,7 +124,6 @@ def main(arguments: Sequence[str]) -> None:
         collect(Path(runs))
     evaluation = Evaluation.model_validate(json.loads((RESULTS / REPORT).read_text())["values"])
     draw(evaluation, FIGURES / "evaluate_novels.svg")
-    draw_needles(evaluation, FIGURES / "needles_novels.svg")
     PAGE.write_text(page())
 
 

@@ -1,5 +1,6 @@
 """An evaluation of which everything was checked that can be before anything is measured."""
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -132,9 +133,12 @@ class Plan:
         return subject
 
     def _corpus(self, data: str, tokenizer: str) -> Corpus:
-        if (data, tokenizer) not in self._corpora:
-            self._corpora[data, tokenizer] = load(data, tokenizer=tokenizer)
-        return self._corpora[data, tokenizer]
+        path = Path(tokenizer)
+        # Checkpoints trained on the same tokens have equal files.
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
+        if (data, content) not in self._corpora:
+            self._corpora[data, content] = load(data, tokenizer=tokenizer)
+        return self._corpora[data, content]
 
 
 def _tasks(recipe: EvaluateRecipe, folders: Sequence[Path]) -> "Tasks | None":

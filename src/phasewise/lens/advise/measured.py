@@ -17,6 +17,7 @@ from phasewise.hf.language_model import LanguageModel
 from phasewise.lens.spectrum import Values
 
 LEAST_TOKENS = 16_384
+BATCH_TOKENS = 16_384
 SENTENCE = "\nThe pass key of Tobias is 12345. Remember it.\n"
 FEWEST_SENTENCES = 4
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -140,19 +141,25 @@ class Bench:
         losses = []
         for length in self.lengths:
             self._go_on()
-            batches = windows(self.corpus, "test", length=length)
+            batches = windows(self.corpus, "test", length=length, batch_size=_rows(length))
             losses.append(measure(served, batches, length=length, stride=length, device=self.device))
             advance()
         cells = []
         for needles in self.needles:
             self._go_on()
-            cells += retrieve(served, needles, device=self.device).cells
+            rows = _rows(needles[0].length)
+            cells += retrieve(served, needles, device=self.device, batch_size=rows).cells
             advance()
         return Measured(losses=tuple(losses), retrieval=Retrieval(cells=tuple(cells)) if cells else None)
 
     def _go_on(self) -> None:
         if self.stop():
             raise KeyboardInterrupt
+
+
+def _rows(length: int) -> int:
+    """Rows of that length to read at a time."""
+    return max(1, BATCH_TOKENS // length)
 
 
 def by_position(measured: Measured, length: int) -> tuple[Sequence[float], Sequence[float]]:
