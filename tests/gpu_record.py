@@ -41,31 +41,36 @@ def age(path: Path = RECORD, root: Path = ROOT) -> str:
         return "GPU record: none yet; `make test-gpu` on a machine with a GPU writes it"
     document = json.loads(path.read_text())
     where = f"{document['device']}, commit {document['commit'][:12]}, {document['date']}"
+    if failed := document["values"].get("failures"):
+        where += f"; FAILED: {', '.join(failed)}"
     if document["values"]["sources_sha256"] == sources_hash(root):
         return f"GPU record: current ({where})"
     return f"GPU record: STALE, the kernels have changed since ({where}); run `make test-gpu` on a GPU"
 
 
 class Outcomes:
-    """A pytest plugin that counts passed, failed and skipped tests."""
+    """A pytest plugin that counts passed, failed and skipped tests, and names the failed."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
+        self.failures: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.count[report.outcome] += 1
+        if report.failed:
+            self.failures.append(report.nodeid)
 
 
 def write() -> int:
-    """Run the GPU tests; on success write the record. Returns pytest's exit code."""
+    """Run the GPU tests and write the record, unless the run broke off. Returns pytest's exit code."""
     if not torch.cuda.is_available():
         print("make test-gpu needs a CUDA device and finds none; `make test` needs none", file=sys.stderr)
         return 2
     outcomes, tested = Outcomes(), sources_hash()
     code = int(pytest.main(["-m", "gpu"], plugins=[outcomes]))
-    if code == 0:
-        values = {"sources_sha256": tested, **outcomes.count}
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        values = {"sources_sha256": tested, **outcomes.count, "failures": sorted(outcomes.failures)}
         record(RECORD, recipe={"command": "pytest -m gpu"}, values=values, device="cuda")
         print(age())
     return code

@@ -32,3 +32,12 @@ def test_record_is_stale_after_a_kernel_or_the_choice_of_one_changes(tmp_path):
 
 def test_absent_record_is_said_to_be_absent(tmp_path):
     assert "none yet" in age(tmp_path / "test-gpu.json", tmp_path)
+
+
+def test_record_names_the_tests_that_failed(tmp_path):
+    path = recorded(tmp_path)
+    assert "FAILED" not in age(path, tmp_path)
+    document = json.loads(path.read_text())
+    document["values"]["failures"] = ["tests/kernels/test_x.py::test_y"]
+    path.write_text(json.dumps(document))
+    assert "FAILED: tests/kernels/test_x.py::test_y" in age(path, tmp_path)
