@@ -6,30 +6,21 @@ s, all in one segment, and tiles nobody sees are never visited. Each function re
 the natural log-sum-exp `[B, H, T]`; a row that sees nothing gets output 0, log-sum-exp -1e30 and no gradient.
 """
 
+import importlib.util
 import os
-from importlib import metadata
 
 import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import capability
 from phasewise.kernels.library import Body, Preparation, separable
+from phasewise.kernels.packages import flash_obstacle
 
 __all__ = ["attend", "pope", "rope", "unsupported"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, for tests
-
-
-def _installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-_TRITON, _FLASH = _installed("triton"), _installed("flash-attn-4")
+_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def unsupported(
@@ -73,9 +64,7 @@ def unsupported(
             return f"flash serves compute capability 9.0 here, not {capability}"
         if qk_width > 256 or v_width > 256:
             return f"flash takes widths up to 256, not {qk_width} and {v_width}"
-        if not _FLASH:
-            return "flash-attn-4 is not installed; `pip install phasewise[flash]`"
-        return None
+        return flash_obstacle("flash_attn.cute.interface")
     if capability is None or capability[0] < 9:
         return f"cudnn needs compute capability 9.0, not {capability}"
     if window is not None:

@@ -6,30 +6,19 @@ Letters: B batch, H query heads, G key heads, T queries, S keys, D the width of 
 import importlib.util
 import math
 import os
-from importlib import metadata
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import capability, on_its_device
+from phasewise.kernels.packages import flash_obstacle
 
 Body = Literal["triton", "flash"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256
 FLASH_WIDEST = 128
-FLASH_VERSION = "4.0.0b36"  # of flash-attn-4, whose inner parts tapa_flash.py replaces
 _TRITON = importlib.util.find_spec("triton") is not None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-_FLASH = _version("flash-attn-4")
 
 _PLACES = "Tensor? q_index, Tensor? q_segment, Tensor? k_index, Tensor? k_segment"
 _SCORE = "int amplitude_dim, float scale, float unit, bool linear, bool causal, int? window"
@@ -166,11 +155,7 @@ def flash_unsupported(
         return f"flash takes TAPA's quadratic phase, not the {phase} one; triton does"
     if placed or not causal or window is not None or queries > keys:
         return "flash takes TAPA causal, with the queries the last of the keys; positions and windows go to triton"
-    if _FLASH is None:
-        return "flash-attn-4 is not installed; `pip install phasewise[flash]`"
-    if _FLASH != FLASH_VERSION:
-        return f"TAPA's forward is written into flash-attn-4 {FLASH_VERSION}, and {_FLASH} is installed"
-    return None
+    return flash_obstacle("phasewise.kernels.tapa_flash")
 
 
 @on_its_device
