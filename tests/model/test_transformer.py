@@ -168,6 +168,14 @@ def test_mixed_layers_use_the_encoding_given_to_each():
     assert not torch.allclose(model(tokens), uniform(tokens))
 
 
+def test_what_hangs_on_the_embedding_module_acts():
+    """As adapters and off-loading do."""
+    model = model_of(RoPEConfig())
+    tokens = tokens_of(1, 5)
+    model.embedding.register_forward_hook(lambda module, given, rows: torch.zeros_like(rows))
+    assert not model.hidden(tokens).any()
+
+
 def test_keep_gives_the_last_logits_alone():
     model, tokens = model_of(RoPEConfig()), tokens_of(2, LENGTH)
     torch.testing.assert_close(model(tokens, keep=2), model(tokens)[:, -2:], rtol=0, atol=1e-12)

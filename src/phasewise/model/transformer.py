@@ -40,7 +40,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.embedding = Embedding(config.vocab_size, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
@@ -93,7 +93,7 @@ class Transformer(nn.Module):
         q_at, k_at = (at, at) if cache is None else cache.places(at, tokens)
         if sharding is not None and at is not None:
             k_at = sharding.places(at)
-        x = self.dropout(looked_up(tokens, self.embedding.weight))
+        x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             x = block(x, q_at, k_at, cache, impl, sharding)
         if cache is not None:
@@ -136,6 +136,13 @@ def looked_up(tokens: Tensor, weight: Tensor) -> Tensor:
              [1., 0., 0.]]])
     """
     return F.embedding_bag(tokens.reshape(-1, 1), weight, mode="sum").unflatten(0, tokens.shape)
+
+
+class Embedding(nn.Embedding):
+    """torch's embedding, with the gradient of `looked_up`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return looked_up(input, self.weight)
 
 
 class Block(nn.Module):
