@@ -34,6 +34,7 @@ def table() -> str:
     """Losses and passkeys by length, then the tasks, as Markdown."""
     document, row = evaluated("report")
     losses = row.losses[0]
+    text = losses.corpus.name.partition(",")[0]
     lengths = [measured.length for measured in losses.measurements]
     lines = ["| | " + " | ".join(map(str, lengths)) + " |", "|---|" + "---:|" * len(lengths)]
     lines.append("| bits per byte | " + " | ".join(f"{bits:.3f}" for bits in losses.scores) + " |")
@@ -52,7 +53,7 @@ def table() -> str:
         "",
         f"Tasks: {'; '.join(said)}.",
         "",
-        f"`results/evaluate/smollm2/`: {losses.measurements[0].tokens:,} tokens of {losses.corpus.name.partition(',')[0]} scored at each "
+        f"`results/evaluate/smollm2/`: {losses.measurements[0].tokens:,} tokens of {text} scored at each "
         f"length, {examples} passkeys at each length and depth, mean over depths; commit {document['commit'][:10]}, "
         f"{document['device']}.",
     ]
