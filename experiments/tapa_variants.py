@@ -8,17 +8,21 @@ that the folder has.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from phasewise.data import Corpus, load, windows
+from phasewise.data import Corpus, batch, load, windows
 from phasewise.encodings import TAPAConfig
 from phasewise.evaluate import measure
+from phasewise.lens.phase import PhaseMeter
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model.folder import save
+from phasewise.model.reading import Layer, TransformerReader
 from phasewise.record import record, replacing
 from phasewise.train.initial import Initial
 from phasewise.train.loop import train
@@ -66,7 +70,7 @@ def main(out: Path, names: list[str]) -> None:
 
 
 def trained(variant: Variant, seed: int, corpus: Corpus, folder: Path) -> Values:
-    """Train one model and measure it: losses by length, without its distances too, and its gradients."""
+    """Train one model and measure it: losses by length, without its distances too, its phases and gradients."""
     recipe = _recipe(variant, corpus, seed)
     if variant.phases != 1:
         first = folder / "first"
@@ -82,6 +86,7 @@ def trained(variant: Variant, seed: int, corpus: Corpus, folder: Path) -> Values
         "seed": seed,
         "losses": {str(length): _loss(model, corpus, length) for length in LENGTHS},
         "loss_all_distances_alike": _loss(blind, corpus, LENGTHS[0]),
+        "argument_turns": turns(model, corpus),
         "gradient_norm": {
             "max": max(norms),
             "step_of_max": norms.index(max(norms)) + 1,
@@ -89,6 +94,21 @@ def trained(variant: Variant, seed: int, corpus: Corpus, folder: Path) -> Values
             "share_clipped": sum(norm > recipe.clip for norm in norms) / len(norms),
         },
     }
+
+
+def turns(model: Transformer, corpus: Corpus) -> list[list[float]]:
+    """The cosine's argument at distance 1, in turns, root mean square over pairs: of each layer's heads."""
+    found: list[list[float]] = []
+
+    def sink(layer: Layer, q: Tensor, k: Tensor) -> None:
+        meter = PhaseMeter(layer, length=q.shape[2])
+        meter.add(q, k)
+        heads = meter.result(trained=None, wanted=None).heads
+        found.append([head.rms / (2 * math.pi) for head in heads])
+
+    rows = batch(corpus, "train", step=0, context=LENGTHS[0], batch_size=8, seed=0)
+    TransformerReader(model).read(rows.tokens, sink)
+    return found
 
 
 def with_phases(recipe: TrainRecipe, factor: float) -> Transformer:
