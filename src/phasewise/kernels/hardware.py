@@ -8,8 +8,9 @@ import torch
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The CUDA compute capability of a device; None for what is no CUDA device."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    """The CUDA compute capability of a device; None for what is no CUDA device, though ROCm calls its own "cuda"."""
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if cuda else None
 
 
 # What torch.compiler.assume_constant_result sets, without its import of the compiler: 1.3 s for every user.
