@@ -33,6 +33,8 @@ class Variant(NamedTuple):
     encoding: TAPAConfig
     phases: float = 1.0
     """What the first weights of queries' and keys' phase parts are multiplied by."""
+    normed: bool = False
+    """Whether queries and keys are normed, which bounds the phases."""
 
 
 VARIANTS = {
@@ -45,6 +47,7 @@ VARIANTS = {
     "phases / 4": Variant(TAPAConfig(), phases=0.25),
     "alpha 0.5": Variant(TAPAConfig(alpha=0.5)),
     "phases x 4": Variant(TAPAConfig(), phases=4.0),
+    "no 2 pi, normed": Variant(TAPAConfig(two_pi=False), normed=True),
 }
 SEEDS = (0, 1, 2)
 LENGTHS, SCORED, BATCH_TOKENS = (128, 256, 512, 1024), 16384, 4096
@@ -132,9 +135,14 @@ def write(out: Path, corpus: Corpus) -> None:
         found = [_folder(out, name, seed) / "measured.json" for seed in SEEDS]
         runs[name] = [json.loads(path.read_text()) for path in found if path.exists()]
     recipe = _recipe(VARIANTS["paper"], corpus, SEEDS[0]).model_dump(mode="json", exclude={"seed"})
-    recipe["model"].pop("encoding")
+    for varied in ("encoding", "qk_norm"):
+        recipe["model"].pop(varied)
     variants = {
-        name: {**variant.encoding.model_dump(mode="json"), "first_phase_weights_times": variant.phases}
+        name: {
+            **variant.encoding.model_dump(mode="json"),
+            "first_phase_weights_times": variant.phases,
+            "qk_norm": variant.normed,
+        }
         for name, variant in VARIANTS.items()
     }
     evaluation = {"split": "test", "lengths": LENGTHS, "tokens": SCORED, "stride": "half of each length"}
@@ -146,7 +154,14 @@ def write(out: Path, corpus: Corpus) -> None:
 
 
 def _recipe(variant: Variant, corpus: Corpus, seed: int) -> TrainRecipe:
-    model = ModelConfig(vocab_size=corpus.vocab_size, width=64, layers=2, heads=2, encoding=variant.encoding)
+    model = ModelConfig(
+        vocab_size=corpus.vocab_size,
+        width=64,
+        layers=2,
+        heads=2,
+        encoding=variant.encoding,
+        qk_norm=variant.normed,
+    )
     return TrainRecipe(model=model, seed=seed)
 
 
