@@ -1,7 +1,10 @@
 """Of several processes the first says what all would say; what one alone knows is said by that one, by its rank."""
 
+import os
+import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -72,3 +75,56 @@ def test_two_processes_of_torchrun_say_what_is_wrong_once(tmp_path, options, sai
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stderr.count(said) == 1, done.stderr
     assert "phasewise, process" not in done.stderr
+
+
+def started(rank, size, port, *arguments):
+    """A process that trains, in the environment that torchrun gives."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    command = [sys.executable, "-m", "phasewise", "train", "--device", "cpu", *map(str, arguments)]
+    environment = os.environ | {name: str(value) for name, value in environment.items()}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@pytest.mark.slow
+def test_process_whose_companion_dies_ends_with_one_line_and_the_way_on(tmp_path):
+    out = tmp_path / "a run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    small = ["--width", 16, "--layers", 1, "--heads", 2, "--context", 16, "--batch-size", 2, "--warmup", 1]
+    left, killed = (
+        started(rank, 2, port, "--out", out, "--steps", 10**6, "--checkpoint-every", 5, *small)
+        for rank in (0, 1)
+    )
+    try:
+        until = time.monotonic() + 120
+        while not any(out.glob("checkpoint-0*")) and time.monotonic() < until:
+            time.sleep(0.05)
+        killed.kill()
+        _, err = left.communicate(timeout=60)
+    finally:
+        for process in (left, killed):
+            process.kill()
+            process.communicate()
+    assert left.returncode == 1, err
+    assert "Traceback" not in err
+    said = err.splitlines()[-1]
+    assert said.startswith("phasewise: another process has ended before its work was done")
+    assert said.endswith(f"go on with: phasewise train --out '{out}' --resume")
+
+
+@pytest.mark.slow
+def test_processes_that_cannot_meet_name_the_address_and_the_remedy(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        alone = started(0, 1, port, "--out", tmp_path / "run")
+        _, err = alone.communicate(timeout=120)
+    assert alone.returncode == 2
+    assert "Traceback" not in err
+    assert f"phasewise: the processes cannot meet at 127.0.0.1:{port} (" in err
+    assert not (tmp_path / "run").exists()

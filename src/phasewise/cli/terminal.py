@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ValidationError
@@ -63,8 +64,11 @@ def sitting(command: str, out: Path) -> Iterator[None]:
     from phasewise.interrupt import Interrupted, Terminated
     from phasewise.train.folder import Unwritten
     from phasewise.train.loop import Diverged
+    from phasewise.train.processes import parted
 
-    remedy = f"everything done so far is kept; go on with: phasewise {command} --out {out} --resume"
+    remedy = (
+        f"everything done so far is kept; go on with: phasewise {command} --out {quote(str(out))} --resume"
+    )
     try:
         yield
     except Terminated as error:
@@ -72,12 +76,20 @@ def sitting(command: str, out: Path) -> Iterator[None]:
     except Interrupted as error:
         raise Left(f"interrupted at {error}; {remedy}", INTERRUPTED) from error
     except KeyboardInterrupt as error:
-        begun = (out / "recipe.json").exists()
-        raise Left(f"interrupted; {remedy}" if begun else "interrupted", INTERRUPTED) from error
+        raise Left(f"interrupted{_if_begun(out, remedy)}", INTERRUPTED) from error
     except Unwritten as error:
         raise Left(f"{error}; {remedy}", FAILED) from error
     except Diverged as error:
         raise Left(str(error), FAILED) from error
+    except RuntimeError as error:
+        if not parted(error):
+            raise
+        words = "another process has ended before its work was done, and says why itself or its launcher does"
+        raise Left(f"{words}{_if_begun(out, remedy)}", FAILED) from error
+
+
+def _if_begun(out: Path, remedy: str) -> str:
+    return f"; {remedy}" if (out / "recipe.json").exists() else ""
 
 
 def print_run(out: Path, *, as_json: bool, shown: Iterable["Table | str"]) -> None:

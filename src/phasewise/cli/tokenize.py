@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 from phasewise.cli.terminal import BAD_INPUT, INTERRUPTED, fields, leave, print_whole
@@ -74,5 +75,7 @@ def tokenize(arguments: Sequence[str]) -> int:
             f"{origin.tokenizer} learned from {learned.documents:,} of {learned.of_documents:,} training documents, "
             f"{learned.text_bytes:,} of {learned.of_text_bytes:,} bytes"
         )
-    print(f"{index.source}, {origin.tokenizer}, in {seconds:.0f} s: give --data shards:{options.out}")
+    print(
+        f"{index.source}, {origin.tokenizer}, in {seconds:.0f} s: give --data {quote(f'shards:{options.out}')}"
+    )
     return 0

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +27,8 @@ PATIENCE = timedelta(days=7)
 """How long processes wait for what one of them does alone; for tensors the backend's own limit holds."""
 TOLD = (ValueError, OSError, Interrupted)
 """What goes wrong in one process and is raised in all."""
+TRANSPORTS = re.compile(r"\bgloo\b|\bNCCL\b|Connection (closed|reset) by peer")
+"""What errors say that come of talking to another process."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,30 @@ def join(device: torch.device | str) -> Processes:
         from accelerate import PartialState
     except ImportError as error:
         raise ValueError("several processes need accelerate: pip install 'phasewise[train]'") from error
-    state = PartialState(cpu=torch.device(device).type == "cpu")
+    try:
+        state = PartialState(cpu=torch.device(device).type == "cpu")
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(
+            f"the processes cannot meet at {where} ({str(error).splitlines()[0]}): give all of them one "
+            "MASTER_ADDR, and a free MASTER_PORT, or have torchrun choose with --standalone"
+        ) from error
     talk = None
     if state.num_processes > 1:
         talk = dist.new_group(backend="gloo", timeout=PATIENCE)
         assert isinstance(talk, dist.ProcessGroup)
     return Processes(state.process_index, state.num_processes, usable(state.device or device), talk)
+
+
+def parted(error: BaseException) -> bool:
+    """Whether an error comes of another process that has gone while this one waited for it.
+
+    >>> parted(RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8070"))
+    True
+    >>> parted(RuntimeError("shapes differ"))
+    False
+    """
+    return isinstance(error, dist.DistError) or TRANSPORTS.search(str(error)) is not None
 
 
 def leave() -> None:
