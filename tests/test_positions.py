@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,3 +76,12 @@ def test_after_goes_on_in_the_segment_of_the_last_real_token():
 def test_lengths_may_be_numpy_integers():
     assert Positions.packed(np.array([3, 2])).index.tolist() == [[0, 1, 2, 0, 1]]
     assert Positions.arange(np.int64(3)).length == 3
+
+
+def test_a_window_beyond_all_positions_is_refused_rather_than_wrapped_around():
+    at = Positions.arange(3)
+    assert visible(at, at, window=2**62).equal(visible(at, at))
+    with pytest.raises(
+        ValueError, match=r"at most 4611686018427387904, but is 9223372036854775807; None sees"
+    ):
+        visible(at, at, window=2**63 - 1)

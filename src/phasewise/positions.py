@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 PADDING = -1
+FURTHEST = 2**62  # the widest window: beside a position it still fits int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +186,7 @@ def visible(q_at: Positions, k_at: Positions, *, causal: bool = True, window: in
     A key is visible when it is in the query's segment, not after the query (causal; on several axes
     "after" is raster order), and at a distance below `window`, which counts the query itself.
 
-    Raises ValueError for a window below 1, or a window on several axes.
+    Raises ValueError for a window below 1 or above 2^62, or a window on several axes.
 
     >>> visible(Positions.arange(2), Positions.arange(2)).int().tolist()
     [[[1, 0], [1, 1]]]
@@ -221,6 +222,8 @@ def check_view(q_at: Positions, k_at: Positions, window: int | None) -> None:
         raise ValueError(f"window must be a whole number of places, but is {window!r}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, the query itself, but is {window}; None sees all")
+    if window is not None and window > FURTHEST:
+        raise ValueError(f"window must be at most {FURTHEST}, but is {window}; None sees all")
     if window is not None and q_at.axes != 1:
         raise ValueError(
             f"a window is defined on one axis, but the positions have {q_at.axes}; use window=None"

@@ -72,6 +72,20 @@ def test_triton_equals_the_reference(case, view):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("case", ["rope", "alibi", "tapa"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_widest_window_of_32_bits_hides_nothing(case, causal):
+    torch.manual_seed(1)
+    encoding = CASES[case]().to(DEVICE)
+    found = []
+    for window in (2**31 - 1, None):
+        leaves = [x.requires_grad_() for x in inputs()]
+        out = attention(*leaves, encoding, causal=causal, window=window, impl="triton")
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for wide, full in zip(*found, strict=True):
+        torch.testing.assert_close(wide, full, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", ["rope", "rope-partial-yarn", "pope"])
 def test_places_whose_rows_are_not_contiguous_are_the_places_they_hold(case):
     torch.manual_seed(1)

@@ -45,11 +45,12 @@ def separable(
     """Output `[B, H, T, D]` and float32 log-sum-exp `[B, H, T]`; see `phasewise.kernels.separable`."""
     from phasewise.kernels import body as own
     from phasewise.kernels import borrowed
-    from phasewise.kernels.tiles import EMPTY_LSE, Places
+    from phasewise.kernels.tiles import EMPTY_LSE, Places, bounded
 
     if q.numel() == 0 or k.numel() == 0:
         out, lse = _separable_fake(q, k, v, *(None,) * 8, preparation, factor, scale, causal, window, body)
         return out.zero_(), lse.fill_(EMPTY_LSE)
+    window = bounded(window, q, k, (q_index, q_segment, k_index, k_segment))
     q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
     q2, k2 = _prepared(q, k, q_angle, k_angle, phase, preparation, factor)
     if body == "flash":
@@ -82,7 +83,7 @@ def separable_backward(
     """Gradients of q, k, v and the phase (empty when there is none)."""
     from phasewise.kernels import body as own
     from phasewise.kernels import borrowed, prepare, stored
-    from phasewise.kernels.tiles import Places, launch
+    from phasewise.kernels.tiles import Places, bounded, launch
 
     if q.numel() == 0 or k.numel() == 0:
         return (
@@ -94,6 +95,7 @@ def separable_backward(
     width = q.shape[3] * (2 if polar else 1)
     sizes = {"qk": width, "v": v.shape[3], "length": k.shape[2]}
     positions = (q_index, q_segment, k_index, k_segment)
+    window = bounded(window, q, k, positions)
     if body == "cudnn" or (body == "flash" and q.shape[1] > k.shape[1] and width != v.shape[3]):
         # cuDNN's backward does not repeat its bits; flash-attn-4's refuses unequal widths with grouped heads.
         body = "triton"

@@ -114,8 +114,8 @@ def unsupported(
     """
     if dtype not in DTYPES:
         return f"TAPA's kernel is written for float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if max(qk_width, v_width) > WIDEST:
-        return f"TAPA's kernel takes heads at most {WIDEST} wide, not {max(qk_width, v_width)}"
+    if max(qk_width, v_width) > WIDEST or v_width == 0:
+        return f"TAPA's kernel takes heads from 1 to {WIDEST} wide, not {qk_width} and {v_width}"
     if not _TRITON:
         return "triton is not installed; `pip install phasewise[gpu]`"
     if device == "cuda":
@@ -164,17 +164,18 @@ def _tapa(
 ):  # fmt: skip
     from phasewise.kernels.tapa_forward import forward
     from phasewise.kernels.tapa_score import Score
-    from phasewise.kernels.tiles import EMPTY_LSE, Places
+    from phasewise.kernels.tiles import EMPTY_LSE, Places, bounded
 
     if q.numel() == 0 or k.numel() == 0:
         out, lse = _tapa_fake(q, k, v)
         return out.zero_(), lse.fill_(EMPTY_LSE)
-    score = Score(amplitude_dim, scale, unit, linear, causal, window)
+    positions = (q_index, q_segment, k_index, k_segment)
+    score = Score(amplitude_dim, scale, unit, linear, causal, bounded(window, q, k, positions))
     if body == "flash":
         from phasewise.kernels import tapa_flash
 
         return tapa_flash.forward(q, k, v, alpha, score)
-    places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
+    places = Places.of(q, k, *positions)
     return forward(q, k, v, alpha, places, score)
 
 
@@ -185,12 +186,13 @@ def _tapa_backward(
 ):  # fmt: skip
     from phasewise.kernels.tapa_backward import backward
     from phasewise.kernels.tapa_score import Score
-    from phasewise.kernels.tiles import Places
+    from phasewise.kernels.tiles import Places, bounded
 
     if q.numel() == 0 or k.numel() == 0:
         return tuple(torch.zeros_like(x) for x in (q, k, v, alpha))
-    places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
-    score = Score(amplitude_dim, scale, unit, linear, causal, window)
+    positions = (q_index, q_segment, k_index, k_segment)
+    places = Places.of(q, k, *positions)
+    score = Score(amplitude_dim, scale, unit, linear, causal, bounded(window, q, k, positions))
     return backward(grad_out, grad_lse, q, k, v, alpha, out, lse, places, score, alpha_grad=alpha_grad)
 
 

@@ -8,7 +8,7 @@ Log-sum-exps are natural logarithms; a row that sees nothing has `EMPTY_LSE`, wh
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,13 @@ def _spans(
         BLOCK=block, OTHER_BLOCK=other_block, OTHER_TILES=max(1, 2048 // other_block),
     )  # fmt: skip
     return spans
+
+
+def bounded(window: int | None, q: Tensor, k: Tensor, positions: Iterable[Tensor | None]) -> int | None:
+    """The window; without positions, whose arithmetic is int32's, one that hides as little and adds up there."""
+    if window is None or any(x is not None for x in positions):
+        return window
+    return min(window, q.shape[2] + k.shape[2])
 
 
 def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
