@@ -274,14 +274,14 @@ def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str,
 
     def serves(row: Mapping) -> bool:
         return (
-            row["kernel"] == kernel and row["device"] in (device, "any") and row["dtype"] in (dtype, "any")
+            row["device"] in (device, "any") and row["dtype"] in (dtype, "any")
             and qk <= row["qk"] and v <= row["v"] and length <= (row["length"] or length)
         )  # fmt: skip
 
     def distance(row: Mapping) -> tuple:
         return (row["device"] == "any", row["dtype"] == "any", row["qk"], row["v"], row["length"] or math.inf)
 
-    rows = [row for row in launch_table()["rows"] if serves(row)]
+    rows = [row for row in launch_table()["rows"] if row["kernel"] == kernel and serves(row)]
     if not rows:
         raise ValueError(f"{kernel} has no launch configuration for {dtype}, widths {qk} and {v}, {device}")
     return dict(min(rows, key=distance)["meta"])
