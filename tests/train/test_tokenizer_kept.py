@@ -72,18 +72,37 @@ def test_extending_needs_no_tokenizer_and_hands_it_on(place, tmp_path):
     assert values(tmp_path / "2")["corpus"]["vocab_size"] == vocab_size == 300
 
 
-def test_shards_of_another_tokenizer_are_refused(place, tmp_path, capsys):
+@pytest.mark.parametrize("tokenizer", ["bpe:300", "bytes"])
+def test_shards_of_another_tokenizer_are_refused_by_every_command(place, tmp_path, capsys, tokenizer):
     shards = tmp_path / "shards"
-    data = f"text:{place / 'other'}"
-    (place / "other" / "train.txt").write_text("quite other words make other pairs " * 400)
-    assert phasewise("tokenize", data, "--out", shards, "--tokenizer", "bpe:300") == 0
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("train", "validation", "test"):
+        (text / f"{name}.txt").write_text("quite other words make other pairs " * 400)
+    assert phasewise("tokenize", f"text:{text}", "--out", shards, "--tokenizer", tokenizer) == 0
     capsys.readouterr()
-    options = ["--lengths", "64", "--tokens", "500", "--device", "cpu", "--no-figure"]
-    code = phasewise(
-        "evaluate", place / "run", "--data", f"shards:{shards}", *options, "--out", tmp_path / "out"
-    )
-    assert code == 2
-    assert "was made by another tokenizer than" in capsys.readouterr().err
+    data = ["--data", f"shards:{shards}"]
+    evaluating = ["--lengths", "64", "--tokens", "500", "--no-figure", "--out", tmp_path / "out"]
+    extending = [
+        "--length",
+        "64",
+        "--steps",
+        "2",
+        "--warmup",
+        "1",
+        "--rule",
+        "yarn",
+        "--out",
+        tmp_path / "out",
+    ]
+    for command, options in (
+        ("evaluate", evaluating),
+        ("extend", extending),
+        ("advise", ["--length", "64"]),
+        ("inspect", []),
+    ):
+        assert phasewise(command, place / "run", *data, *options, "--device", "cpu") == 2, command
+        assert "was made by another tokenizer than" in capsys.readouterr().err, command
 
 
 @pytest.mark.slow

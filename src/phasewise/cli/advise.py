@@ -81,7 +81,7 @@ def _pretraining(options: Any, stop: Callable[[], bool]) -> Report:
 def _extension(options: Any, stop: Callable[[], bool]) -> Report:
     from rich.console import Console
 
-    from phasewise.data import load, tokenizer_of
+    from phasewise.data import load_for
     from phasewise.lens.advise.advice import Wanted, advise
     from phasewise.lens.advise.measured import Trial
     from phasewise.lens.advise.show import figures, summary, table, words
@@ -89,11 +89,10 @@ def _extension(options: Any, stop: Callable[[], bool]) -> Report:
 
     if options.head_dim is not None:
         raise ValueError("a checkpoint has its head_dim; leave --head-dim out")
-    tokenizer = options.tokenizer or tokenizer_of(inside(options.checkpoint), options.data)
     trial = Trial(tokens=options.tokens, examples=options.examples, seed=options.seed)
     found = advise(
         options.checkpoint,
-        load(options.data, tokenizer=tokenizer),
+        load_for(inside(options.checkpoint), options.data, tokenizer=options.tokenizer),
         Wanted(
             length=options.length,
             trained_length=options.trained_length,

@@ -20,7 +20,7 @@ def inspect(arguments: Sequence[str]) -> int:
     import tyro
     from rich.console import Console
 
-    from phasewise.data import CORPORA, TOKENIZERS, load, tokenizer_of
+    from phasewise.data import CORPORA, TOKENIZERS, load_for
     from phasewise.lens.capture import open_checkpoint
     from phasewise.lens.inspect import Request, inspect
     from phasewise.lens.show import figures, summary, table
@@ -72,8 +72,7 @@ def inspect(arguments: Sequence[str]) -> int:
             trained_length=options.trained_length,
             device=options.device,
         )
-        tokenizer = options.tokenizer or tokenizer_of(inside(options.checkpoint), options.data)
-        corpus = load(options.data, tokenizer=tokenizer)
+        corpus = load_for(inside(options.checkpoint), options.data, tokenizer=options.tokenizer)
         found = inspect(reader, corpus, request, console=Console(stderr=True), stop=stop)
         title = f"Frequencies of {named(options.checkpoint)}"
         return Report("inspect", title, found, figures(found), summary(found), [table(found)], found.partial)

@@ -4,7 +4,15 @@ from phasewise.data.batches import NOT_SCORED, Batch, Windows, batch, windows
 from phasewise.data.corpus import Corpus, Documents, Split, Task
 from phasewise.data.kinds import TOKENIZERS, Origin
 from phasewise.data.shards import verify
-from phasewise.data.sources import CORPORA, NAMES, load, own_tokenizer, require_tokenizer_of, tokenizer_of
+from phasewise.data.sources import (
+    CORPORA,
+    NAMES,
+    load,
+    load_for,
+    own_tokenizer,
+    require_tokenizer_of,
+    tokenizer_of,
+)
 from phasewise.data.tokenization import tokenize
 
 __all__ = [
@@ -21,6 +29,7 @@ __all__ = [
     "Windows",
     "batch",
     "load",
+    "load_for",
     "own_tokenizer",
     "require_tokenizer_of",
     "tokenize",

@@ -119,6 +119,16 @@ def tokenizer_of(folder: str | Path, name: str) -> str:
     return own or "bytes"
 
 
+def load_for(folder: str | Path, name: str, *, tokenizer: str | None = None) -> Corpus:
+    """Corpus `name` as a checkpoint reads it; `tokenizer`: instead of its own.
+
+    Raises ValueError as `load`, `tokenizer_of` and `require_tokenizer_of` do.
+    """
+    corpus = load(name, tokenizer=tokenizer or tokenizer_of(folder, name))
+    require_tokenizer_of(folder, corpus)
+    return corpus
+
+
 def own_tokenizer(folder: str | Path) -> str | None:
     """The tokenizer.json beside a checkpoint, if there is one."""
     own = Path(folder) / TOKENIZER
@@ -144,12 +154,14 @@ def _require_bytes(folder: Path) -> None:
 def require_tokenizer_of(folder: str | Path, corpus: Corpus) -> None:
     """Raise ValueError for tokens of another vocabulary than that of the tokenizer beside a checkpoint, if any."""
     own = Path(folder) / TOKENIZER
-    if corpus.tokenizer is None or not own.is_file():
+    in_bytes = corpus.tokenizer is None and bool(corpus.bytes_per_token)
+    if not own.is_file() or (corpus.tokenizer is None and not in_bytes):
         return
     ours, theirs = (
-        json.loads(each)["model"].get("vocab") for each in (own.read_text(encoding="utf-8"), corpus.tokenizer)
+        None if text is None else json.loads(text)["model"].get("vocab")
+        for text in (own.read_text(encoding="utf-8"), corpus.tokenizer)
     )
-    if ours != theirs:
+    if in_bytes or ours != theirs:
         raise ValueError(
             f"{corpus.name} was made by another tokenizer than {own}: give data in the checkpoint's own tokens, or "
             "text for it to make tokens of"

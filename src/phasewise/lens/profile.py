@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from phasewise.data import Corpus, load, tokenizer_of
+from phasewise.data import Corpus, load, load_for
 from phasewise.lens.capture import open_checkpoint
 from phasewise.lens.dependency import Blocks, Curve, Shuffle, dependency, log_spaced
 from phasewise.lens.dilation import Dilation, window_dilation
@@ -213,8 +213,7 @@ class _Sitting:
             if opened is None:
                 return
             view = opened.view
-            tokenizer = view.tokenizer or tokenizer_of(inside(view.checkpoint), self.name)
-            corpus = load(self.name, tokenizer=tokenizer)
+            corpus = load_for(inside(view.checkpoint), self.name, tokenizer=view.tokenizer)
             if corpus.vocab_size > opened.vocab_size:
                 raise ValueError(
                     f"{view.checkpoint} knows {opened.vocab_size} tokens, but {corpus.name} has "
