@@ -35,6 +35,11 @@ def test_the_dtype_comes_back_too(tmp_path):
         assert torch.equal(own, back), name
 
 
+def test_who_may_read_the_config_may_read_the_weights(tmp_path):
+    save(model_of(NoPEConfig()), tmp_path)
+    assert (tmp_path / WEIGHTS).stat().st_mode == (tmp_path / CONFIG).stat().st_mode
+
+
 def test_saving_again_replaces_the_weights(tmp_path):
     save(model_of(NoPEConfig(), seed=0), tmp_path)
     later = model_of(NoPEConfig(), seed=1)

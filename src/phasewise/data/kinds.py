@@ -47,7 +47,7 @@ class Origin(BaseModel):
     def _something_learns(self) -> Origin:
         if self.learn_from is not None and not self.tokenizer.startswith("bpe:"):
             raise ValueError(
-                f"tokenizer {self.tokenizer!r} is not trained: leave learn_from out, or give bpe:SIZE"
+                f"tokenizer {self.tokenizer!r} is not trained: leave learn_from (--learn-from) out, or give bpe:SIZE"
             )
         return self
 

@@ -39,10 +39,13 @@ def save(model: Transformer, folder: str | Path) -> None:
     if (folder / CONFIG).exists() and _read_config(folder) != model.config:
         raise ValueError(f"{folder} holds a model with another {CONFIG}; give another folder, or remove it")
     with replacing(folder / WEIGHTS) as path:
+        path.touch()
+        mode = path.stat().st_mode  # as for any file; safetensors makes one that nobody else may read
         try:
             safetensors.torch.save_file(model.state_dict(), path, metadata={"format": "pt"})
         except safetensors.SafetensorError as error:
             raise OSError(f"{folder / WEIGHTS}: {error}") from error
+        path.chmod(mode)
     # Last: weights without a config are no model yet.
     with replacing(folder / CONFIG) as path:
         path.write_text(text, encoding="utf-8")
