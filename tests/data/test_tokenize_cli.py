@@ -55,7 +55,10 @@ def test_the_table_says_what_was_made_and_how_to_use_it(
         (["text:missing.txt"], "no file or folder at missing.txt; text:PATH takes an existing one"),
         (["text:{books}", "--tokenizer", "bpe:3"], "bpe:3 is no vocabulary size"),
         (["text:{books}", "--tokenizer", "bpe:999999999"], "bpe:999999999 is no vocabulary size; give from"),
-        (["text:{books}", "--learn-from", "9"], "tokenizer 'bytes' is not trained: leave learn_from (--learn-from) out"),
+        (
+            ["text:{books}", "--learn-from", "9"],
+            "tokenizer 'bytes' is not trained: leave learn_from (--learn-from) out",
+        ),
         (["text:{books}", "--held-out", "0.5"], "--held-out: Input should be less than 0.5, but is 0.5"),
         (["text:{books}"], "none of 1 documents fell to"),
         (["text:{books}", "--shard-tokens", "0"], "shard_tokens must be at least 1, but is 0"),
