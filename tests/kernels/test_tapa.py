@@ -380,7 +380,7 @@ def test_unused_gradients_cost_nothing_and_alpha_may_be_a_tensor():
     ("change", "message"),
     [
         ({"dtype": torch.float64}, "float64"),
-        ({"width": 264}, "at most 256 wide"),
+        ({"width": 264}, "from 1 to 256 wide"),
         ({"amplitude_dim": 32}, "from 1 to 31"),
         ({"scale": -1.0}, "must be positive"),
         ({"alpha": torch.tensor([0.1])}, r"no dimensions .* not torch.float32 \[1\]"),
