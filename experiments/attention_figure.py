@@ -1,4 +1,4 @@
-"""The table and the figure of docs/attention.md, from a recorded run of `phasewise bench attention`.
+"""The tables and the figure of docs/attention.md, from a recorded run of `phasewise bench attention`.
 
 python -m experiments.attention_figure results/attention/h200.json
 """
@@ -15,7 +15,11 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "attention.md"
 FIGURE = ROOT / "docs" / "figures" / "attention_cost.svg"
 MARKER = "cost"
+SUMMARY = "ratios"
 BASELINE = "flash-attn-4"
+PEER = "flash-attention-2"
+ROUTES = ("flash", "cudnn", "triton")
+"""What auto takes, the first that there is."""
 
 
 def table(document: dict[str, Any]) -> str:
@@ -44,6 +48,33 @@ def table(document: dict[str, Any]) -> str:
         f"{recipe['tokens']:,} tokens in all, causal. Ratios are to plain {BASELINE} in the same run. "
         f"{document['device']}, commit {document['commit'][:10]}, {versions}.",
     ]
+    return "\n".join(lines)
+
+
+def summary(document: dict[str, Any]) -> str:
+    """Markdown: what auto takes for each encoding, over plain flash-attn-4 and FlashAttention-2, at every length."""
+    rows = document["values"]["times"]
+    found = {(row["subject"], row["width"], row["length"]): row for row in rows}
+    widths, lengths = (sorted({row[name] for row in rows}) for name in ("width", "length"))
+    columns = [(kind, baseline) for baseline in (BASELINE, PEER) for kind in ("forward", "both")]
+    heads = [f"{'with backward' if kind == 'both' else kind}, over {baseline}" for kind, baseline in columns]
+    lines = [
+        f"| at {', '.join(map(str, lengths))} tokens | {' | '.join(heads)} |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for encoding in ("rope", "pope", "tapa"):
+        for width in widths:
+            route = next((r for r in ROUTES if (f"{encoding} {r}", width, lengths[0]) in found), None)
+            if route is None:
+                continue
+            cells = [
+                ", ".join(
+                    f"{found[f'{encoding} {route}', width, length][f'{kind}_to_{baseline}']:.2f}"
+                    for length in lengths
+                )
+                for kind, baseline in columns
+            ]
+            lines.append(f"| {encoding} {route}, D = {width} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -77,8 +108,9 @@ def main(report: Path) -> None:
     document = json.loads(report.read_text())
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     draw(document, FIGURE)
-    PAGE.write_text(with_table(PAGE.read_text(), table(document), MARKER))
-    print(f"wrote {FIGURE.relative_to(ROOT)} and the table of {PAGE.relative_to(ROOT)}")
+    page = with_table(PAGE.read_text(), summary(document), SUMMARY)
+    PAGE.write_text(with_table(page, table(document), MARKER))
+    print(f"wrote {FIGURE.relative_to(ROOT)} and the tables of {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

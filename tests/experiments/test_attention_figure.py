@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments.attention_figure import draw, table
+from experiments.attention_figure import draw, summary, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +27,17 @@ def test_table_gives_medians_quartiles_ratios_and_memory():
         "| 64 | 2048 | pope flash | 2.000 (1.500 to 2.250) | 400 | 1.25 | 2.000 (1.500 to 2.250) | 300 | 1.50 | 2 |"
     )
     assert "a GPU, commit abcdef0123, torch 2.11" in lines[-1]
+
+
+def test_summary_gives_the_ratios_of_the_first_route_there_is():
+    ratios = {
+        f"{kind}_to_{plain}": 1.25
+        for kind in ("forward", "both")
+        for plain in ("flash-attn-4", "flash-attention-2")
+    }
+    document = record(**ratios)
+    document["values"]["times"].append(document["values"]["times"][0] | {"subject": "pope triton"})
+    assert summary(document).splitlines()[2:] == ["| pope flash, D = 64 | 1.25 | 1.25 | 1.25 | 1.25 |"]
 
 
 def test_figure_needs_the_baseline(tmp_path):

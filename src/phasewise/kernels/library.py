@@ -122,16 +122,17 @@ def separable_backward(
             dq2 = q2 if polar and chosen != "triton" else prepare.expanded_like(q2, width)
             dk2 = k2 if polar and chosen == "flash" else prepare.expanded_like(k2, width)
         into = (dq2, dk2, dv[rows, keys])
-        arguments = (q2, k2, v[rows, keys], out[rows, heads], lse[rows, heads], dout[rows, heads], dlse, into)
         if chosen == "stored":
             some = (x[rows, heads] for x in (dout, *statistics))
             limit = 2 * (q.numel() + k.numel())
             stored.backward(q2, k2, v[rows, keys], *some, into, limit=limit, scale=scale, causal=causal)
-        elif chosen == "flash":
-            borrowed.flash_backward(*arguments, scale=scale, causal=causal, window=window)
         else:
-            places = Places.of(q, k, *positions)
-            own.backward(*arguments, scale=scale, causal=causal, window=window, places=places, slopes=slopes)
+            whole = (q2, k2, v, out, lse, dout, dlse, into)
+            if chosen == "flash":
+                borrowed.flash_backward(*whole, scale=scale, causal=causal, window=window)
+            else:
+                places = Places.of(q, k, *positions)
+                own.backward(*whole, scale=scale, causal=causal, window=window, places=places, slopes=slopes)
         if dq is None or dk is None:
             # Not before the body has given back its own memory.
             dq, dk = (prepare.expanded_like(x, x.shape[3]) for x in (q, k))
