@@ -30,6 +30,7 @@ from phasewise.model import Transformer
 from phasewise.record import record, replacing
 from phasewise.train.objective import autocast
 from phasewise.train.recipe import TrainRecipe
+from phasewise.train.schedule import WarmupStableDecay
 from phasewise.train.side_by_side import train_side_by_side
 
 RULE = __doc__.split("\n\n")[2]
@@ -37,6 +38,8 @@ RECIPE = "pope-indirect-indexing"
 VARIANTS: dict[str, dict[str, object]] = {
     "paper": {},
     "gated-phases": {"activation": "swiglu", "encoding_rate": 10.0},
+    "steady": {"schedule": WarmupStableDecay(decay=0.1)},
+    "steady-fast": {"schedule": WarmupStableDecay(decay=0.1), "learning_rate": 4e-4},
 }
 """Changes of the paper's recipe that cost neither steps, rows nor parameters; docs/small-models.md has their trials."""
 BLOCK = 100
@@ -207,10 +210,11 @@ def main() -> None:
         recipes[f"{given.variant}-{model}"] = papers.recipe(RECIPE, encoding, corpus, **changes)
 
     def write(name: str, curve: list[Point]) -> None:
+        training = recipes[name].model_dump(mode="json")
         told = {
             "variant": given.variant,
-            "changes": VARIANTS[given.variant],
-            "training": recipes[name].model_dump(mode="json"),
+            "changes": {change: training[change] for change in VARIANTS[given.variant]},
+            "training": training,
             "rule": RULE,
             "block": BLOCK,
         }
