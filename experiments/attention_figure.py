@@ -1,6 +1,6 @@
-"""The tables and the figure of docs/attention.md, from a recorded run of `phasewise bench attention`.
+"""The tables and the figure of docs/attention.md, from recorded runs of `phasewise bench attention`: ours, and peers.
 
-python -m experiments.attention_figure results/attention/h200.json
+python -m experiments.attention_figure results/attention/h200.json results/attention/peers-h200.json
 """
 
 import json
@@ -16,6 +16,7 @@ PAGE = ROOT / "docs" / "attention.md"
 FIGURE = ROOT / "docs" / "figures" / "attention_cost.svg"
 MARKER = "cost"
 SUMMARY = "ratios"
+PEERS = "peers"
 BASELINE = "flash-attn-4"
 PEER = "flash-attention-2"
 ROUTES = ("flash", "cudnn", "triton")
@@ -42,11 +43,12 @@ def table(document: dict[str, Any]) -> str:
         lines.append("| " + " | ".join(map(str, [*cells, f"{row['peak_bytes'] / 2**20:.0f}"])) + " |")
     recipe = document["recipe"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    note = f"; {recipe['note']}" if "note" in recipe else ""
     lines += [
         "",
         f"Median (quartiles) of {recipe['samples']}; {recipe['what']}; {recipe['heads']} heads, "
         f"{recipe['tokens']:,} tokens in all, causal. Ratios are to plain {BASELINE} in the same run. "
-        f"{document['device']}, commit {document['commit'][:10]}, {versions}.",
+        f"{document['device']}, commit {document['commit'][:10]}, {versions}{note}.",
     ]
     return "\n".join(lines)
 
@@ -104,16 +106,17 @@ def draw(document: dict[str, Any], path: Path) -> None:
         drawn.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(lengths))
 
 
-def main(report: Path) -> None:
+def main(report: Path, peers: Path) -> None:
     document = json.loads(report.read_text())
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     draw(document, FIGURE)
     page = with_table(PAGE.read_text(), summary(document), SUMMARY)
+    page = with_table(page, table(json.loads(peers.read_text())), PEERS)
     PAGE.write_text(with_table(page, table(document), MARKER))
     print(f"wrote {FIGURE.relative_to(ROOT)} and the tables of {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 3:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The table of docs/train.md: `python -m experiments.training_table results/training/h200*.json`."""
+"""The table of docs/train.md from the records of its rows: `make tables` names them."""
 
 import json
 import sys

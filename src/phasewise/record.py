@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("phasewise", "torch", "triton", "transformers", "flash-attn-4")
+PACKAGES = ("phasewise", "torch", "triton", "transformers", "flash-attn-4", "PoPE-pytorch")
 
 
 def record(
