@@ -61,7 +61,7 @@ def magnitude(x, KIND: tl.constexpr, FAST: tl.constexpr = False):
 
 @triton.jit
 def turn(angle, FAST: tl.constexpr):
-    """cos and sin; FAST takes the hardware's, 5e-7 off for an angle within a turn."""
+    """cos and sin; FAST takes the hardware's, 5e-7 off for an angle within a turn, 2e-6 within one and a half."""
     if FAST:
         return instruction(angle, "cos.approx.ftz.f32 $0, $1;"), instruction(
             angle, "sin.approx.ftz.f32 $0, $1;"
