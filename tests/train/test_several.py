@@ -64,6 +64,10 @@ def runs(tmp_path_factory):
             (str(at / f"{sharding} in two sittings"), 3, given),
             (str(at / f"{sharding} in two sittings"), 0, given),
         ]
+    jobs += [
+        (str(at / "resharded"), 0, {**BUDGET, "sharding": "resharded"}),
+        (str(at / "sharded and measured"), 0, {**BUDGET, "sharding": "sharded", "evaluate_every": 1}),
+    ]
     said = together(*jobs)
     assert [text for text in said if "interrupted" in text] == ["interrupted at step 3 of 6"] * 4
     for sharding in SHARDINGS:
@@ -111,6 +115,11 @@ def test_run_resumes_with_another_number_of_processes(runs, sharding, before):
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_resumed_processes_repeat_the_uninterrupted_ones_to_the_last_digit(runs, sharding):
     assert losses(runs / f"{sharding} in two sittings") == losses(runs / sharding)
+
+
+@pytest.mark.parametrize("how", ["resharded", "sharded and measured"])
+def test_weights_that_are_gathered_again_or_kept_through_a_measurement_are_the_same(runs, how):
+    assert losses(runs / how) == losses(runs / "sharded")
 
 
 def test_processes_wait_for_what_the_first_does_alone_longer_than_their_communication_would():

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from phasewise.data import CORPORA, TOKENIZERS
 from phasewise.train.folder import begun_in
 from phasewise.train.initial import Initial
-from phasewise.train.recipe import Seed
+from phasewise.train.recipe import Seed, Weights
 from phasewise.train.rules import AnyWay, AsIs
 
 Length = Annotated[int, Field(ge=2, le=2**20)]
@@ -39,8 +39,9 @@ class Continuation(BaseModel):
     """What matrix products are computed in while training."""
     recompute: bool = False
     """Compute each block again in the backward pass instead of keeping its activations."""
-    sharding: Literal["replicated", "sharded"] = "replicated"
-    """Of several processes: a whole model in each (DDP), or a part of every weight (FSDP2)."""
+    sharding: Weights = "replicated"
+    """Of several processes: a whole model in each (DDP), or a part of every weight (FSDP2), gathered for a step
+    (sharded) or for the forward and again for the backward pass (resharded: reshard_after_forward)."""
     context_processes: int = Field(default=1, ge=1, le=2**16)
     """Processes that share each row, for contexts longer than one device holds."""
     checkpoint_every: int = Field(default=100, ge=1, le=10**9)

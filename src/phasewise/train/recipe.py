@@ -23,6 +23,9 @@ from phasewise.train.sizes import SIZES
 
 Value = TypeVar("Value")
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Weights = Literal["replicated", "sharded", "resharded"]
+"""Where several processes have a model's weights: all in each (DDP); a part in each, gathered for a step or, with
+less memory and more to send, once for the forward and once for the backward pass (FSDP2)."""
 MULTIPLES = (1, 2, 4, 8)
 SCALINGS: dict[str, Callable[[float, int, float], AnyFrequencies]] = {
     "linear": lambda base, _trained, factor: Linear(base=base, factor=factor),
@@ -99,8 +102,9 @@ class Execution(Budget):
     """Compute each block again in the backward pass instead of keeping its activations."""
     accumulate: int = Field(default=1, ge=1, le=2**16)
     """Parts that each process takes its rows of a batch in, one after another."""
-    sharding: Literal["replicated", "sharded"] = "replicated"
-    """Of several processes: a whole model in each (DDP), or a part of every weight (FSDP2)."""
+    sharding: Weights = "replicated"
+    """Of several processes: a whole model in each (DDP), or a part of every weight (FSDP2), gathered for a step
+    (sharded) or for the forward and again for the backward pass (resharded: reshard_after_forward)."""
     context_processes: int = Field(default=1, ge=1, le=2**16)
     """Processes that share each row, for contexts longer than one device holds."""
     evaluate_every: Annotated[int, Field(ge=1, le=10**9)] | None = None

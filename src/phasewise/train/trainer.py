@@ -45,8 +45,8 @@ class Trainer:
         if recipe.initial is not None and not blank:
             recipe.initial.fill(self.model)
         objective = Objective(self.model, recipe, sharding=shared_rows(recipe, processes))
-        if recipe.sharding == "sharded" and processes.size > 1:
-            sharded(self.model)
+        if recipe.sharding != "replicated" and processes.size > 1:
+            sharded(self.model, reshard_after_forward=recipe.sharding == "resharded")
             self.objective: torch.nn.Module = objective
         else:
             self.objective = replicated(objective, processes)
