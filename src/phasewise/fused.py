@@ -105,6 +105,8 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
         window=call.window,
         placed=not call.plain,
         sloped=isinstance(encoding, ALiBi),
+        rows=q.shape[0],
+        heads=q.shape[1],
     )
 
 

@@ -147,6 +147,14 @@ def test_auto_names_what_it_passed_over():
     assert chosen("rope", Hardware("cpu")).impl == "sdpa"
 
 
+def test_more_rows_than_a_grid_axis_holds_go_to_triton():
+    for rows, impls in ((65_535, ("flash", "cudnn")), (65_536, ("triton",))):
+        q = torch.empty(rows, 1, 16, 64, device="meta", dtype=torch.bfloat16)
+        assert choose(q, q, q, RoPE(head_dim=64), hardware=HOPPER).impl in impls
+    with pytest.raises(ValueError, match="up to 65535 rows and heads, not 65536 and 1; triton takes more"):
+        choose(q, q, q, RoPE(head_dim=64), hardware=HOPPER, impl="cudnn")
+
+
 @pytest.mark.parametrize(
     ("impl", "case", "hardware", "options", "message"),
     [

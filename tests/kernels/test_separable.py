@@ -213,6 +213,8 @@ def test_unsupported_says_what_would_work():
         ("flash", "dtype", torch.float32): "float16 and bfloat16",
         ("flash", "qk_width", 512): "up to 256",
         ("flash", "device", "cpu"): "CUDA",
+        ("flash", "rows", 65_536): "triton takes more",
+        ("cudnn", "heads", 65_536): "triton takes more",
     }
     assert "2 keys" in separable.unsupported("cudnn", **{**call, "queries": 1, "keys": 1})
     for (body, name, value), words in refused.items():

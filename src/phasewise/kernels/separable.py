@@ -21,11 +21,13 @@ __all__ = ["attend", "pope", "rope", "unsupported"]
 _HALVES = (torch.float16, torch.bfloat16)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, for tests
 _TRITON = importlib.util.find_spec("triton") is not None
+_GRID = 65_535  # programs on the axes of a CUDA grid where flash-attn-4 and cuDNN have rows and heads
 
 
 def unsupported(
     body: Body, *, device: str, capability: tuple[int, int] | None, dtype: torch.dtype, qk_width: int, v_width: int,
     queries: int, keys: int, causal: bool, window: int | None = None, placed: bool = False, sloped: bool = False,
+    rows: int = 1, heads: int = 1,
 ) -> str | None:  # fmt: skip
     """Why `body` cannot serve such a call, or None when it can.
 
@@ -59,12 +61,14 @@ def unsupported(
         return f"{body} takes no positions here; triton does"
     if sloped:
         return f"{body} takes no slopes; triton does"
+    if rows > _GRID or heads > _GRID:
+        return f"{body} takes up to {_GRID} rows and heads, not {rows} and {heads}; triton takes more"
     if body == "flash":
         if capability is None or capability[0] != 9:
             return f"flash serves compute capability 9.0 here, not {capability}"
         if qk_width > 256 or v_width > 256:
             return f"flash takes widths up to 256, not {qk_width} and {v_width}"
-        return flash_obstacle("flash_attn.cute.interface")
+        return flash_obstacle("phasewise.kernels.flash")
     if capability is None or capability[0] < 9:
         return f"cudnn needs compute capability 9.0, not {capability}"
     if window is not None:
@@ -140,6 +144,7 @@ def _call(
         body, device=q.device.type, capability=capability(q.device), dtype=q.dtype, qk_width=width,
         v_width=v.shape[3], queries=q.shape[2], keys=k.shape[2], causal=causal,
         window=window, placed=any(x is not None for x in places), sloped=slopes is not None,
+        rows=q.shape[0], heads=q.shape[1],
     )  # fmt: skip
     if reason is not None:
         raise ValueError(reason)
@@ -148,4 +153,5 @@ def _call(
     for name, x in (("q_angle", angles[0]), ("k_angle", angles[1]), ("slopes", slopes)):
         if x is not None and (x.dtype != torch.float32 or x.requires_grad):
             raise ValueError(f"{name} must be float32 and gets no gradient, got {x.dtype}")
-    return separable(q, k, v, *angles, *places, slopes, preparation, factor, scale, causal, window, body)
+    settings = (preparation, factor, scale, causal, window, body)
+    return separable(q, k, v, *angles, *places, slopes, *settings)[:2]
