@@ -1,6 +1,6 @@
 """The tables of docs/small-models.md say what the records say."""
 
-from experiments.small_models_page import chorales, speed
+from experiments.small_models_page import chorales, indexing, speed
 
 RUN = {"commit": "abcdef0123456", "device": "a GPU", "versions": {"torch": "2.11"}}
 
@@ -22,3 +22,13 @@ def test_speeds_are_given_over_the_ordinary_loop():
     lines = speed({"values": values, **RUN}).splitlines()
     assert lines[2] == "| pope, side by side, 1 model | 400 | 2.50 | 5.0 |"
     assert lines[-1].endswith("commit abcdef0123, a GPU, torch 2.11.")
+
+
+def test_indexing_gives_every_seed_of_every_variant_beside_the_paper():
+    test = {"mean": 0.75, "seeds": [1.0, 0.5]}
+    found = {"test_accuracy": test, "solved": 1, "paper": {"mean": 94.82, "spread": 2.91}}
+    document = {"values": {"pope": found}, "recipe": {"variant": "steady"}, **RUN}
+    lines = indexing({"h200": document}).splitlines()
+    assert lines[2] == "| PoPE, steady | 100.00 | 50.00 |  | 75.00 | 1 of 2 | 94.82 ± 2.91 |"
+    assert "Solved: at least 90%" in lines[-1]
+    assert "h200.json`: commit abcdef0123" in lines[-1]
