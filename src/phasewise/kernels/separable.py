@@ -68,7 +68,7 @@ def unsupported(
             return f"flash serves compute capability 9.0 here, not {capability}"
         if qk_width > 256 or v_width > 256:
             return f"flash takes widths up to 256, not {qk_width} and {v_width}"
-        return flash_obstacle("phasewise.kernels.flash")
+        return flash_obstacle("flash_attn.cute.interface")
     if capability is None or capability[0] < 9:
         return f"cudnn needs compute capability 9.0, not {capability}"
     if window is not None:
@@ -153,5 +153,4 @@ def _call(
     for name, x in (("q_angle", angles[0]), ("k_angle", angles[1]), ("slopes", slopes)):
         if x is not None and (x.dtype != torch.float32 or x.requires_grad):
             raise ValueError(f"{name} must be float32 and gets no gradient, got {x.dtype}")
-    settings = (preparation, factor, scale, causal, window, body)
-    return separable(q, k, v, *angles, *places, slopes, *settings)[:2]
+    return separable(q, k, v, *angles, *places, slopes, preparation, factor, scale, causal, window, body)
