@@ -1,12 +1,13 @@
 """Models of 33 million parameters trained on novels at 1024 tokens, and evaluated far beyond.
 
     python -m experiments.long_documents texts NOVELS OUT        novels and passkey documents, in three splits
-    python -m experiments.long_documents run SHARDS NOVEL OUT    train, extend, evaluate, advise: on one GPU
+    python -m experiments.long_documents run SHARDS NOVEL OUT    train, extend, advise, evaluate: on one GPU
 
 NOVELS are files or folders of texts, each a novel. In between, `phasewise tokenize text:OUT/novels --tokenizer
 bpe:8192` learns the tokens of the novels alone, and `phasewise tokenize text:OUT/mixed --tokenizer` with its
 tokenizer.json makes SHARDS. NOVEL is one more text, of which the last tenth is measured. The commands of `run` are
-those of users; the trainings share the GPU, and what is finished is found again by a second call.
+those of users; they share the GPU, each from the moment that what it needs is there, and what is finished is found
+again by a second call.
 """
 
 import argparse
@@ -15,21 +16,28 @@ import random
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from threading import Event
 from time import perf_counter
 
 from phasewise.data.passkey import ASKED, CLOSED, LEAST, MOST, NAMES
+from phasewise.record import replacing
 
 RATE = 1.5e-3
+NORMED = ("--qk-norm",)
 TRAINED = {
     "rope": ("rope", RATE, ()),
     "pope": ("pope", RATE, ()),
+    "tapa-no-2pi-norm": ('{"kind": "tapa", "two_pi": false}', RATE, NORMED),
     "alibi": ("alibi", RATE, ()),
     "tapa": ("tapa", RATE / 5, ()),
-    "tapa-norm": ("tapa", RATE, ("--qk-norm",)),
+    "rope-norm": ("rope", RATE, NORMED),
+    "pope-norm": ("pope", RATE, NORMED),
+    "tapa-norm": ("tapa", RATE, NORMED),
 }
 """Encoding, learning rate and what else differs. TAPA's gradients explode at the others' rate: its paper trains it at
 a fifth of RoPE's, and normed queries and keys bound them."""
@@ -39,8 +47,10 @@ PASSKEY_DOCUMENTS = 2000
 FILLER = 3800
 """Characters of a novel in a passkey document, so that no document is shorter than a row."""
 TOLD_TWICE = range(8, 17)
-RULES = {"rope-yarn-4x": ("yarn", 4), "rope-ntk-4x": ("ntk", 4)}
-CONTINUED = {"rope-yarn-4x-trained": ("rope", "yarn"), "pope-4x-trained": ("pope", "none")}
+CONTINUED = (("rope", "yarn"), ("rope", "ntk"), ("rope", "pi"), ("pope", "none"))
+FACTORS = (4, 16)
+"""Times the trained length, to which models are continued."""
+BEGUN, FINISHED = "recipe.json", "report.json"
 ALIKE = 0.3
 """Share of common phrases from which two texts are one novel."""
 
@@ -51,13 +61,12 @@ class Sizes:
 
     size: tuple[str, ...] = ("--size", "25M")
     context: int = 1024
-    rows: int = 32
-    steps: int = 1300
+    rows: int = 16
+    steps: int = 640
     continued: int = 60
     lengths: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Times the context."""
     tokens: int = 2**18
-    examples: int = 10
     batch_tokens: int = 2**16
     fast: tuple[str, ...] = ("--precision", "bfloat16", "--compile")
     dtype: tuple[str, ...] = ("--dtype", "bfloat16")
@@ -71,7 +80,6 @@ TINY = Sizes(
     continued=2,
     lengths=(1, 4, 16),
     tokens=2048,
-    examples=1,
     batch_tokens=4096,
     fast=(),
     dtype=(),
@@ -133,73 +141,106 @@ def passkey_document(source: random.Random, novels: Sequence[str]) -> str:
     return "".join([*parts, filler[before:].strip(" ")])
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command of `phasewise`, in words asked for when it starts, and the files of other commands it waits for.
+
+    printed: its report is taken from what it prints, and it needs no packages to draw.
+    """
+
+    words: Callable[[], Sequence]
+    after: Mapping[str, str] = field(default_factory=dict)
+    printed: bool = False
+
+
 def run(shards: Path, novel: Path, out: Path, device: str, sizes: Sizes) -> None:
-    """Train all models side by side, change RoPE's rates, continue two, evaluate everything, and ask for advice."""
-    data = f"shards:{shards}"
-    where = ["--device", device]
-    trainings = {
-        name: [
-            "train", "--data", data, "--encoding", encoding, *more, *sizes.size, *sizes.fast, *where,
+    """Train all models, continue two, ask for advice, and evaluate all models.
+
+    The first training begins ahead of the others, as most of what follows waits for it alone.
+    """
+    data, where = ["--data", f"shards:{shards}"], ["--device", device]
+    lengths = [times * sizes.context for times in sizes.lengths]
+
+    def training(encoding: str, rate: float, more: Sequence[str]) -> Sequence:
+        return [
+            "train", *data, *where, "--encoding", encoding, *more, *sizes.size, *sizes.fast,
             *("--context", sizes.context, "--batch-size", sizes.rows, "--steps", sizes.steps),
             *("--warmup", sizes.steps // 20, "--learning-rate", rate, "--final-learning-rate", rate / 15),
-            *("--beta2", 0.95, "--evaluate-every", sizes.steps // 4, "--evaluate-tokens", sizes.tokens // 4),
+            *("--beta2", 0.95, "--evaluate-every", sizes.steps // 2, "--evaluate-tokens", sizes.tokens // 4),
             *("--checkpoint-every", sizes.steps),
-        ]
-        for name, (encoding, rate, more) in TRAINED.items()
-    }  # fmt: skip
-    changed = {
-        name: ["extend", out / "rope", "--rule", rule, "--length", factor * sizes.context, "--steps", 0]
-        for name, (rule, factor) in RULES.items()
+        ]  # fmt: skip
+
+    def continuation(model: str, rule: str, factor: int) -> Sequence:
+        return [
+            "extend", out / model, *data, *where, "--rule", rule, "--length", factor * sizes.context,
+            *("--steps", sizes.continued, "--batch-size", max(1, sizes.rows // factor)),
+            *("--learning-rate", 3e-4, "--warmup", 1, "--evaluate-tokens", 2 * max(lengths)),
+            *("--no-figure", *sizes.fast[:2]),
+        ]  # fmt: skip
+
+    def advice() -> Sequence:
+        wanted = FACTORS[0] * sizes.context
+        return [
+            "advise", out / "rope", *data, *where, *sizes.dtype, "--length", wanted,
+            *("--tokens", min(sizes.tokens, 16 * wanted), "--examples", 0),
+        ]  # fmt: skip
+
+    def evaluation() -> Sequence:
+        trained = [out / name for name in TRAINED if (out / name / FINISHED).exists()]
+        return [
+            "evaluate", *trained, *data, f"text:{novel}", *where, *sizes.dtype, "--lengths", *lengths,
+            *("--tokens", sizes.tokens, "--batch-tokens", sizes.batch_tokens, "--no-figure"),
+        ]  # fmt: skip
+
+    first, *others = TRAINED
+    commands = {first: Command(partial(training, *TRAINED[first]))}
+    commands |= {name: Command(partial(training, *TRAINED[name]), {first: BEGUN}) for name in others}
+    commands |= {
+        f"{model}-{rule}-{factor}x": Command(partial(continuation, model, rule, factor), {model: FINISHED})
+        for model, rule in CONTINUED
+        for factor in FACTORS
     }
-    continued = {
-        name: [
-            "extend", out / first, "--rule", rule, "--length", 4 * sizes.context, "--steps", sizes.continued,
-            *("--batch-size", max(1, sizes.rows // 4), "--learning-rate", 3e-4, "--warmup", 1), *sizes.fast[:2],
-        ]
-        for name, (first, rule) in CONTINUED.items()
-    }  # fmt: skip
-    shared = ["--data", data, "--evaluate-tokens", max(map(int, _lengths(sizes))), "--no-figure", *where]
-    extensions = {name: [*command, *shared] for name, command in (changed | continued).items()}
-    _together(trainings, out)
-    _together(extensions, out)
-    models = [out / name for name in (*trainings, *extensions) if (out / name / "model").is_dir()]
-    wanted = 4 * sizes.context
-    evaluation = [
-        "evaluate", *models, "--data", data, f"text:{novel}", "--lengths", *_lengths(sizes), *where,
-        *("--tokens", sizes.tokens, "--needles", 1, 4, "--depths", 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1),
-        *("--examples", sizes.examples, "--batch-tokens", sizes.batch_tokens, *sizes.dtype),
-    ]  # fmt: skip
-    advice = [
-        "advise", out / "rope", "--length", wanted, "--data", data, *sizes.dtype, *where, "--json",
-        *("--tokens", min(sizes.tokens, 16 * wanted), "--examples", sizes.examples // 2),
-    ]  # fmt: skip
-    with ThreadPoolExecutor(1) as beside, (out / "advice.json").open("w") as answer:
-        asked = [sys.executable, "-m", "phasewise", *map(str, advice)]
-        beside.submit(subprocess.run, asked, stdout=answer, check=False)
-        _together({"evaluated": evaluation}, out)
+    commands["advice"] = Command(advice, {"rope": FINISHED}, printed=True)
+    commands["evaluated"] = Command(evaluation, dict.fromkeys(TRAINED, FINISHED))
+    together(commands, out)
 
 
-def _lengths(sizes: Sizes) -> list[str]:
-    return [str(times * sizes.context) for times in sizes.lengths]
+def together(commands: Mapping[str, Command], out: Path) -> None:
+    """Run commands that are not done yet, each into a folder and a log of its name.
 
-
-def _together(commands: dict[str, list], out: Path) -> None:
-    """Run commands that are not done yet at the same time, each into a folder and a log of its name."""
+    One that waits for a file of another starts when it is there, or the other has ended without it.
+    """
     out.mkdir(parents=True, exist_ok=True)
     started = perf_counter()
+    ended = {name: Event() for name in commands}
 
     def finish(name: str) -> None:
-        if (out / name / "report.json").exists():
-            return
-        words = [sys.executable, "-m", "phasewise", *map(str, commands[name]), "--out", str(out / name)]
-        if (out / name / "recipe.json").exists():
-            words.append("--resume")
-        with (out / f"{name}.log").open("a") as log:
-            ended = subprocess.run(words, stdout=log, stderr=log, check=False).returncode
-        print(f"{name}: ended with {ended} after {perf_counter() - started:.1f} s", flush=True)
+        for other, file in commands[name].after.items():
+            while not (out / other / file).exists() and not ended[other].wait(0.1):
+                pass
+        if not (out / name / FINISHED).exists():
+            begun = perf_counter() - started
+            code = _ran(commands[name], out / name)
+            print(f"{name}: ended with {code}, {begun:.1f} to {perf_counter() - started:.1f} s", flush=True)
+        ended[name].set()
 
     with ThreadPoolExecutor(len(commands)) as pool:
         list(pool.map(finish, commands))
+
+
+def _ran(command: Command, folder: Path) -> int:
+    words = [sys.executable, "-m", "phasewise", *map(str, command.words())]
+    with folder.with_name(f"{folder.name}.log").open("ab") as log:
+        if command.printed:
+            ended = subprocess.run([*words, "--json"], stdout=subprocess.PIPE, stderr=log, check=False)
+            if ended.returncode == 0:
+                folder.mkdir(exist_ok=True)
+                with replacing(folder / FINISHED) as unfinished:
+                    unfinished.write_bytes(ended.stdout)
+            return ended.returncode
+        resumed = ["--resume"] if (folder / BEGUN).exists() else []
+        written = [*words, "--out", str(folder), *resumed]
+        return subprocess.run(written, stdout=log, stderr=log, check=False).returncode
 
 
 def main() -> None:
@@ -212,15 +253,14 @@ def main() -> None:
     for name in ("shards", "novel", "out"):
         running.add_argument(name, type=Path)
     running.add_argument("--device", default="cuda")
-    for name in ("steps", "tokens", "examples"):
+    for name in ("steps", "tokens"):
         running.add_argument(f"--{name}", type=int, default=getattr(Sizes, name))
     running.add_argument("--tiny", action="store_true", help="a rehearsal on a CPU")
     options = parser.parse_args()
     if options.command == "texts":
         texts(options.sources, options.out)
     else:
-        given = {name: getattr(options, name) for name in ("steps", "tokens", "examples")}
-        sizes = TINY if options.tiny else replace(Sizes(), **given)
+        sizes = TINY if options.tiny else replace(Sizes(), steps=options.steps, tokens=options.tokens)
         run(options.shards, options.novel, options.out, options.device, sizes)
 
 
