@@ -14,7 +14,7 @@ from experiments.readme_figure import ROOT, with_table
 
 Row = dict[str, Any]
 COMPARED = (("losses", 0), ("gradient_norms", 0), ("losses", -1))
-NAMES = {"replicated": "DDP", "sharded": "FSDP2"}
+NAMES = {"replicated": "DDP", "sharded": "FSDP2", "resharded": "FSDP2, resharded"}
 
 
 def rows(documents: Sequence[Row]) -> list[Row]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 
@@ -23,7 +23,7 @@ from phasewise.bench.gpt2 import VOCABULARY
 from phasewise.bench.timing import Time
 from phasewise.train.loop import sitting
 from phasewise.train.processes import Processes, join, leave
-from phasewise.train.recipe import RunRecipe
+from phasewise.train.recipe import RunRecipe, Weights
 from phasewise.train.speed import utilisation
 
 SEED = 0
@@ -36,7 +36,7 @@ class Case:
     """A model of a named size, how processes share it, how many they are, and the rows of each."""
 
     size: str
-    sharding: Literal["replicated", "sharded"]
+    sharding: Weights
     processes: int
     rows: int
 
@@ -53,9 +53,8 @@ class Timing:
 def cases(sizes: list[str], rows: list[int], processes: int) -> Iterator[Case]:
     """Of one process there is nothing to share."""
     for size, each in zip(sizes, rows, strict=True):
-        yield Case(size, "replicated", processes, each)
-        if processes > 1:
-            yield Case(size, "sharded", processes, each)
+        for sharding in get_args(Weights) if processes > 1 else ("replicated",):
+            yield Case(size, sharding, processes, each)
 
 
 def measured(case: Case, timing: Timing, here: Processes, folder: Path) -> dict[str, Any]:

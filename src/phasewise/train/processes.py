@@ -145,10 +145,9 @@ def shared_rows(recipe: Execution, processes: Processes) -> Sharding | None:
 def sharded(model: Transformer, *, reshard_after_forward: bool) -> None:
     """Give each process a part of every weight, in place; blocks are gathered one at a time: torch's FSDP2.
 
-    What is gathered stays for the backward pass, unless `reshard_after_forward`.
-
-    Weights travel in float32 and autocast narrows them where they are used: a policy that sends them in
-    bfloat16 would send PoPE's phases so too.
+    What is gathered stays for the backward pass, unless `reshard_after_forward`. Weights travel in float32 and
+    autocast narrows them where they are used: a policy that sends them in bfloat16 would send PoPE's phases so
+    too.
     """
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward)
