@@ -9,7 +9,6 @@ from phasewise.cli import COMMANDS, main
 from phasewise.data import CORPORA, TOKENIZERS
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 READ_A_CORPUS = ("compare", "train", "extend", "evaluate", "profile", "inspect", "advise")
 TOKENISE = (*READ_A_CORPUS, "tokenize")
 
@@ -42,22 +41,6 @@ def test_main_help_has_a_line_for_every_command(capsys):
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"  {command} " in said for command in COMMANDS)
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"bench"}))
-def test_options_that_the_pages_show_exist(capsys, command):
-    said = helped(capsys, command)
-    shown = [line for page in PAGES for line in _commands((ROOT / page).read_text(), command)]
-    assert shown, f"no page shows an example of phasewise {command}"
-    for line in shown:
-        for option in re.findall(r"(?<=\s)--[a-z0-9-]+", line):
-            assert f"{option} " in said or f"{option}," in said, line
-
-
-def _commands(text: str, command: str) -> list[str]:
-    """What follows `phasewise COMMAND` in blocks and code of a page, lines that go on joined."""
-    joined = text.replace("\\\n", " ")
-    return re.findall(rf"phasewise {command}\b([^`\n#]*)", joined)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
