@@ -48,6 +48,7 @@ VARIANTS = {
     "alpha 0.5": Variant(TAPAConfig(alpha=0.5)),
     "phases x 4": Variant(TAPAConfig(), phases=4.0),
     "no 2 pi, normed": Variant(TAPAConfig(two_pi=False), normed=True),
+    "normed": Variant(TAPAConfig(), normed=True),
     "alpha 0, no 2 pi, normed": Variant(TAPAConfig(alpha=0.0, two_pi=False), normed=True),
 }
 SEEDS = (0, 1, 2)
