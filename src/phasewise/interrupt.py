@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -30,14 +30,21 @@ def starting() -> Iterator[None]:
     """
     commanded = Path(*sys.argv[:1]).name in ("-m", "phasewise")
     unset = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not (commanded and unset and threading.current_thread() is threading.main_thread()):
+    with at_once() if commanded and unset else nullcontext():
+        yield
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Let Ctrl-C end the program at once, where Python would hear of it too late or has nothing to keep."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from phasewise.device import usable
 from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
 from phasewise.model.parallel import Sharding
+from phasewise.train.meeting import meeting
 from phasewise.train.recipe import Execution
 
 PATIENCE = timedelta(days=7)
@@ -94,10 +95,11 @@ def join(device: torch.device | str) -> Processes:
         from accelerate import PartialState
     except ImportError as error:
         raise ValueError("several processes need accelerate: pip install 'phasewise[train]'") from error
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        state = PartialState(cpu=torch.device(device).type == "cpu")
+        with meeting(where):
+            state = PartialState(cpu=torch.device(device).type == "cpu")
     except dist.DistError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ValueError(
             f"the processes cannot meet at {where} ({str(error).splitlines()[0]}): give all of them one "
             "MASTER_ADDR, and a free MASTER_PORT, or have torchrun choose with --standalone"
