@@ -22,6 +22,12 @@ if not torch.cuda.is_available():
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """A test draws the same from the global generator in any order and any selection."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """The folder of a small Hugging Face decoder."""
