@@ -8,6 +8,7 @@ from torch import nn
 from phasewise.data import Batch, Corpus, Documents, windows
 from phasewise.encodings import PoPEConfig
 from phasewise.evaluate import measure, slices
+from phasewise.evaluate.loss import token_losses
 from phasewise.model import ModelConfig, Transformer
 from phasewise.positions import Positions
 
@@ -98,6 +99,19 @@ def test_how_rows_are_batched_changes_nothing():
             exclude={"loss", "perplexity", "bits", "by_position"}
         )
         assert other.loss == pytest.approx(one.loss, rel=1e-6)
+
+
+def test_losses_over_a_large_vocabulary_are_exact_to_a_few_roundings():
+    made = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(4, 64, 8192, generator=made)
+    targets = torch.randint(8192, (4, 64), generator=made)
+    targets[:, :5] = -100
+    exact = (
+        logits.double().logsumexp(-1) - logits.double().gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    )
+    exact = exact.where(targets != -100, 0)
+    off = (token_losses(logits, targets).double() - exact).abs().max()
+    assert off <= 4 * torch.finfo(torch.float32).eps * exact.max()
 
 
 def test_padding_is_neither_scored_nor_counted():

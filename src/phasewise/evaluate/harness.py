@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 
-from phasewise.evaluate.loss import NOT_SCORED
+from phasewise.evaluate.loss import NOT_SCORED, token_losses
 from phasewise.evaluate.slices import Continues, sliced_logits
 
 MOST_GENERATED = 256
@@ -132,8 +131,7 @@ class Harness(LM):
         greedy = torch.ones(len(rows), dtype=torch.bool)
         for start, logits in sliced_logits(self.model, tokens.to(self._device), at=None, first=first):
             wanted = targets[:, start : start + logits.shape[1]].to(self._device)
-            part = F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=NOT_SCORED, reduction="none")
-            losses += part.double().sum(1).cpu()
+            losses += token_losses(logits, wanted).double().sum(1).cpu()
             greedy &= ((logits.argmax(-1) == wanted) | (wanted == NOT_SCORED)).all(1).cpu()
         return zip((-losses).tolist(), greedy.tolist(), strict=True)
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from phasewise.evaluate.loss import NOT_SCORED
+from phasewise.evaluate.loss import NOT_SCORED, token_losses
 from phasewise.evaluate.slices import sliced_logits
 
 NAMES = (
@@ -175,9 +174,7 @@ def _ask(model: nn.Module, needles: Sequence[Needle], device: torch.device) -> l
     for start, logits in sliced_logits(model, tokens.to(device), at=None, first=length - 1):
         place = start - (length - 1)
         wanted = targets[:, place : place + logits.shape[1]].to(device)
-        losses.append(
-            F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=NOT_SCORED, reduction="none")
-        )
+        losses.append(token_losses(logits, wanted))
         right.append((logits.argmax(-1) == wanted) | (wanted == NOT_SCORED))
     exact = torch.cat(right, 1).all(1).tolist()
     loss = torch.cat(losses, 1).double().sum(1).tolist()
