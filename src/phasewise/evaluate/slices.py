@@ -12,6 +12,9 @@ from phasewise.positions import Positions
 
 SLICE_BYTES = 2**28
 """Logits held at a time, in float32: 2^28 bytes are 1334 places of a vocabulary of 50 304."""
+CPU_SLICE_BYTES = 2**24
+"""On a CPU. Larger pieces go back to the system when they are freed, and having them again costs as much time as
+what is done with them."""
 
 
 class Vocabulary(Protocol):
@@ -41,12 +44,13 @@ def sliced_logits(
 ) -> Iterator[tuple[int, Tensor]]:
     """Float32 logits [B, n, V] of places `first` to T - 1 of `tokens` [B, T], each slice with its first place.
 
-    A model that is `Split` and whose logits take more than `SLICE_BYTES` is asked for its hidden states once
-    and for one slice of logits at a time; any other gives them all in one `model(tokens, at=at)`.
+    A model that is `Split` and whose logits take more than `SLICE_BYTES` (`CPU_SLICE_BYTES`) is asked for its hidden
+    states once and for one slice of logits at a time; any other gives them all in one `model(tokens, at=at)`.
     """
     rows, length = tokens.shape
     if isinstance(model, Split):
-        width = max(1, SLICE_BYTES // (4 * rows * model.config.vocab_size))
+        most = CPU_SLICE_BYTES if tokens.device.type == "cpu" else SLICE_BYTES
+        width = max(1, most // (4 * rows * model.config.vocab_size))
         if width < length:
             hidden = model.hidden(tokens, at=at)
             for start in range(first, length, width):
