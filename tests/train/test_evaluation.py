@@ -1,6 +1,8 @@
+import errno
 import json
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from phasewise.positions import Positions
 from phasewise.train import evaluation
 from phasewise.train.evaluation import EvaluateRecipe, evaluate
 from phasewise.train.evaluation_report import Evaluation, Report
+from phasewise.train.folder import held
 
 CPU = torch.device("cpu")
 SENTENCE = "the sea was calm and grey under long low clouds ; nobody spoke ! a gull cried once -"
@@ -306,6 +309,16 @@ def test_a_full_disk_is_one_line_with_the_way_on(capsys, place, tmp_path, monkey
     said = err.splitlines()[-1]
     assert "cannot be written to" in said
     assert said.endswith(f"go on with: phasewise evaluate --out {tmp_path / 'run'} --resume")
+
+
+def test_resuming_on_a_disk_that_is_read_only_says_to_resume_a_copy(monkeypatch, tmp_path):
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(ValueError, match=r"\(Read-only file system\): make it writable, or resume a copy"):
+        with held(tmp_path):
+            pass
 
 
 def test_tasks_without_lm_eval_name_the_extra(place, tmp_path, monkeypatch):

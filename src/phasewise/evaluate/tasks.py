@@ -20,6 +20,9 @@ from phasewise.evaluate.score import TaskScore
 
 UNFILTERED = ",none"
 SPLITS = ("train", "validation", "test")
+LEAST_LENGTH = {"ruler_vt": 1024, "ruler": 1024}
+"""Where lm-eval makes documents of variable tracking: before each question it puts a worked one of up to 500 tokens,
+and tries for ever where a length does not hold both."""
 
 
 class Tasks:
@@ -29,12 +32,19 @@ class Tasks:
     """
 
     def __init__(self, **settings: Any) -> None:
+        self._shortest = min(settings.get("max_seq_lengths", ()), default=None)
         with _quiet():
             self._manager = TaskManager(metadata=settings)
 
     def check(self, name: str) -> None:
-        """Raise ValueError for a task that lm-eval does not know, or local documents that cannot be read."""
+        """Raise ValueError for a task that lm-eval does not know, local documents that cannot be read, and a length
+        too short for a task that makes its documents."""
         self._asked(name, limit=1)
+        least = LEAST_LENGTH.get(name, 0)
+        if self._shortest is not None and self._shortest < least:
+            raise ValueError(
+                f"lm-eval cannot make documents of {name} at {self._shortest} tokens: give lengths from {least} on"
+            )
 
     def run(self, model: Harness, name: str, *, limit: int | None = None) -> tuple[TaskScore, ...]:
         """The scores of one task: a name that lm-eval knows, or NAME:PATH for documents in a local file.

@@ -79,8 +79,8 @@ def begin(out: Path, begun: BaseModel) -> Iterator[None]:
 
 @contextmanager
 def held(out: Path) -> Iterator[None]:
-    """Hold a run folder that was begun; ValueError when another process does."""
-    with _writable(out):
+    """Hold a run folder that was begun; ValueError when another process does, or it cannot be written to."""
+    with _writable(out, "make it writable, or resume a copy of it elsewhere"):
         file = (out / RECIPE).open("r+")
     with file:
         with _writable(out):
@@ -98,11 +98,11 @@ def writing(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _writable(out: Path) -> Iterator[None]:
+def _writable(out: Path, remedy: str = "choose another --out") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{out} cannot be written ({error.strerror}): choose another --out") from error
+        raise ValueError(f"{out} cannot be written ({error.strerror}): {remedy}") from error
 
 
 def _lock(file: IO[str], out: Path) -> None:
