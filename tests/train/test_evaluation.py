@@ -316,9 +316,9 @@ def test_resuming_on_a_disk_that_is_read_only_says_to_resume_a_copy(monkeypatch,
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Path, "open", refused)
-    with pytest.raises(ValueError, match=r"\(Read-only file system\): make it writable, or resume a copy"):
-        with held(tmp_path):
-            pass
+    said = r"\(Read-only file system\): make it writable, or resume a copy"
+    with pytest.raises(ValueError, match=said), held(tmp_path):
+        pass
 
 
 def test_tasks_without_lm_eval_name_the_extra(place, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ class Tasks:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._shortest = min(settings.get("max_seq_lengths", ()), default=None)
+        self.shortest = min(settings.get("max_seq_lengths", ()), default=None)
         with _quiet():
             self._manager = TaskManager(metadata=settings)
 
@@ -41,9 +41,9 @@ class Tasks:
         too short for a task that makes its documents."""
         self._asked(name, limit=1)
         least = LEAST_LENGTH.get(name, 0)
-        if self._shortest is not None and self._shortest < least:
+        if self.shortest is not None and self.shortest < least:
             raise ValueError(
-                f"lm-eval cannot make documents of {name} at {self._shortest} tokens: give lengths from {least} on"
+                f"lm-eval cannot make documents of {name} at {self.shortest} tokens: give lengths from {least} on"
             )
 
     def run(self, model: Harness, name: str, *, limit: int | None = None) -> tuple[TaskScore, ...]:
