@@ -288,6 +288,17 @@ def test_huge_inputs_stay_finite(dtype):
         assert x.isfinite().all()
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0, 2.5])
+def test_the_table_of_powers_holds_each_distance_and_the_one_before_it(alpha):
+    keys, before = 700, tapa_score.BEFORE
+    table = tapa_score.power_table(torch.tensor(alpha, device=DEVICE), 1.5, keys)
+    gap = torch.arange(-before, keys + before).double()
+    for place, d in enumerate((gap, gap - 1)):
+        exact = torch.where(d > 0, 1.5 * d.clamp(min=1) ** alpha, 0.0)
+        found = table.view(torch.float32)[place::2].cpu().double()
+        assert ((found - exact).abs() <= 4 * torch.finfo(torch.float32).eps * exact).all()
+
+
 @triton.jit
 def series_probe(
     out_ptr, reach_ptr, alpha_ptr, first, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FAST: tl.constexpr

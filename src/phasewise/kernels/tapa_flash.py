@@ -13,8 +13,6 @@ from functools import partial
 import cutlass
 import cutlass.cute as cute
 import torch
-import triton
-import triton.language as tl
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
@@ -27,12 +25,12 @@ from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
 from phasewise.kernels.prepare import expanded_like
-from phasewise.kernels.tapa_score import Score, power
+from phasewise.kernels.tapa_score import BEFORE, Score, power_table
 from phasewise.kernels.tiles import launch
 
 CHANNELS = 16  # that one tensor core instruction sums over
 ROWS = 2  # of a tile that a thread holds
-BEFORE = 512  # entries of the table before distance 0: more than a tile's rows and columns
+GROUP_ROWS = 64  # that a warp group holds
 LOWEST = -1e20  # where the maximum of a row starts
 LARGE = 256.0  # sum of a thread's weights above which their reference is raised
 # cos(x) in x^2 for |x| <= pi, minimax, error 4.1e-5
@@ -155,15 +153,23 @@ class TapaForward(FlashAttentionForwardSm90):
                 mask_seqlen=True,
                 mask_causal=True,
             )
+            first = m * self.tile_m + group // self.num_threads_per_warp_group * GROUP_ROWS
+            place = first + lengths.seqlen_k - lengths.seqlen_q
             gap = m * self.tile_m + origin[0] - origin[1] + lengths.seqlen_k - lengths.seqlen_q + BEFORE
             low, high = block_info.get_n_block_min_max(lengths, m)
-            masked = block_info.get_n_block_min_causal_local_mask(lengths, m, low)
+            # The group walks from the last tile of keys that it sees itself; one without queries does a tile unread.
+            masked = cutlass.max(low, place // self.tile_n)
+            seen = cutlass.min(high, cute.ceil_div(place + GROUP_ROWS, self.tile_n))
+            if first >= lengths.seqlen_q:
+                seen = low + 1
             out.fill(0.0)
             top.fill(LOWEST)
             total.fill(0.0)
 
             pipeline_q.consumer_wait_w_index_phase(0, q_parity)
-            high -= 1
+            for _ in cutlass.range(high - seen, unroll=1):
+                state = self.pass_over(state, pipeline_k, pipeline_v)
+            high = seen - 1
             strength = self.strengths(powers, gap - high * self.tile_n)
             pipeline_k.consumer_wait(state, pipeline_k.consumer_try_wait(state))
             amplitude, phase = begin(state.index)
@@ -265,6 +271,19 @@ class TapaForward(FlashAttentionForwardSm90):
         return state
 
     @cute.jit
+    def pass_over(self, state, pipeline_k, pipeline_v):
+        """Leaves a tile of keys, and the turn that would have come with it, to the other warp groups."""
+        for tiles in (pipeline_k, pipeline_v):
+            tiles.consumer_wait(state, tiles.consumer_try_wait(state))
+            tiles.consumer_release(state)
+        state.advance()
+        self.warp_scheduler_barrier_sync()
+        nothing = cute.make_rmem_tensor(ROWS, Float32)
+        nothing.fill(0.0)
+        self.pass_turn(nothing)
+        return state
+
+    @cute.jit
     def pass_turn(self, sums):
         """The next warp group's turn, once these sums of weights are there."""
         index = utils.canonical_warp_group_idx(sync=False)
@@ -356,25 +375,6 @@ class TapaForward(FlashAttentionForwardSm90):
             top[r] = higher
             weights[r, None].store(weight)
             out[r, None].store(out[r, None].load() * fade)
-
-
-@triton.jit
-def power_kernel(out_ptr, alpha_ptr, unit, length, before, BLOCK: tl.constexpr):
-    """unit d^alpha and unit (d - 1)^alpha for d from -before on, 0 where there is no distance."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    gap = (at - before).to(tl.float32)
-    alpha = tl.load(alpha_ptr)
-    tl.store(out_ptr + 2 * at, power(gap, alpha, unit, False), at < length)
-    tl.store(out_ptr + 2 * at + 1, power(gap - 1, alpha, unit, False), at < length)
-
-
-def power_table(alpha: Tensor, unit: float, keys: int) -> Tensor:
-    """int64 `[BEFORE + keys + BEFORE]`, each the two float32 of `power_kernel`."""
-    table = torch.empty(keys + 2 * BEFORE, dtype=torch.int64, device=alpha.device)
-    power_kernel[(triton.cdiv(len(table), 1024),)](
-        table.view(torch.float32), alpha, unit, len(table), BEFORE, BLOCK=1024
-    )
-    return table
 
 
 @functools.cache

@@ -21,6 +21,7 @@ SERIES_ERROR: tl.constexpr = tl.constexpr(2.0**-17)  # of the power, relative: 5
 TURN: tl.constexpr = tl.constexpr(2 * math.pi)
 SHIFT_TO_INTEGER: tl.constexpr = tl.constexpr(1.5 * 2.0**23)  # adding it leaves float32 no fraction
 
+BEFORE = 512  # entries of a table of powers before distance 0: more than a tile's rows and columns
 
 NEAR: tl.constexpr = tl.constexpr(0)  # every power exact, every key checked for visibility
 FAR: tl.constexpr = tl.constexpr(1)  # powers by series, every key seen
@@ -63,6 +64,25 @@ def distance(rows, columns):
 def power(gap, alpha, unit, FAST: tl.constexpr):
     """unit gap^alpha, with 0 at gap 0 for every alpha."""
     return tl.where(gap > 0, unit * raised(tl.maximum(gap, 1.0), alpha, FAST), 0.0)
+
+
+@triton.jit
+def power_kernel(out_ptr, alpha_ptr, unit, length, before, BLOCK: tl.constexpr):
+    """unit d^alpha and unit (d - 1)^alpha for d from -before on, 0 where there is no distance."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gap = (at - before).to(tl.float32)
+    alpha = tl.load(alpha_ptr)
+    tl.store(out_ptr + 2 * at, power(gap, alpha, unit, False), at < length)
+    tl.store(out_ptr + 2 * at + 1, power(gap - 1, alpha, unit, False), at < length)
+
+
+def power_table(alpha: Tensor, unit: float, keys: int) -> Tensor:
+    """int64 `[BEFORE + keys + BEFORE]`, each the two float32 of `power_kernel`."""
+    table = torch.empty(keys + 2 * BEFORE, dtype=torch.int64, device=alpha.device)
+    power_kernel[(triton.cdiv(len(table), 1024),)](
+        table.view(torch.float32), alpha, unit, len(table), BEFORE, BLOCK=1024
+    )
+    return table
 
 
 @triton.jit
