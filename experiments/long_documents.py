@@ -18,7 +18,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -62,7 +62,7 @@ class Sizes:
     size: tuple[str, ...] = ("--size", "25M")
     context: int = 1024
     rows: int = 16
-    steps: int = 640
+    steps: int = 480
     continued: int = 60
     lengths: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Times the context."""
@@ -143,21 +143,18 @@ def passkey_document(source: random.Random, novels: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of `phasewise`, in words asked for when it starts, and the files of other commands it waits for.
+    """A command of `phasewise`, in words asked for when it starts, and the names of those it waits for.
 
     printed: its report is taken from what it prints, and it needs no packages to draw.
     """
 
     words: Callable[[], Sequence]
-    after: Mapping[str, str] = field(default_factory=dict)
+    after: Sequence[str] = ()
     printed: bool = False
 
 
 def run(shards: Path, novel: Path, out: Path, device: str, sizes: Sizes) -> None:
-    """Train all models, continue two, ask for advice, and evaluate all models.
-
-    The first training begins ahead of the others, as most of what follows waits for it alone.
-    """
+    """Train all models, continue two, ask for advice, and evaluate all models."""
     data, where = ["--data", f"shards:{shards}"], ["--device", device]
     lengths = [times * sizes.context for times in sizes.lengths]
 
@@ -174,7 +171,7 @@ def run(shards: Path, novel: Path, out: Path, device: str, sizes: Sizes) -> None
         return [
             "extend", out / model, *data, *where, "--rule", rule, "--length", factor * sizes.context,
             *("--steps", sizes.continued, "--batch-size", max(1, sizes.rows // factor)),
-            *("--learning-rate", 3e-4, "--warmup", 1, "--evaluate-tokens", 2 * max(lengths)),
+            *("--learning-rate", 3e-4, "--warmup", 1, "--evaluate-tokens", max(lengths)),
             *("--no-figure", *sizes.fast[:2]),
         ]  # fmt: skip
 
@@ -192,37 +189,34 @@ def run(shards: Path, novel: Path, out: Path, device: str, sizes: Sizes) -> None
             *("--tokens", sizes.tokens, "--batch-tokens", sizes.batch_tokens, "--no-figure"),
         ]  # fmt: skip
 
-    first, *others = TRAINED
-    commands = {first: Command(partial(training, *TRAINED[first]))}
-    commands |= {name: Command(partial(training, *TRAINED[name]), {first: BEGUN}) for name in others}
+    commands = {name: Command(partial(training, *how)) for name, how in TRAINED.items()}
     commands |= {
-        f"{model}-{rule}-{factor}x": Command(partial(continuation, model, rule, factor), {model: FINISHED})
+        f"{model}-{rule}-{factor}x": Command(partial(continuation, model, rule, factor), [model])
         for model, rule in CONTINUED
         for factor in FACTORS
     }
-    commands["advice"] = Command(advice, {"rope": FINISHED}, printed=True)
-    commands["evaluated"] = Command(evaluation, dict.fromkeys(TRAINED, FINISHED))
+    commands["advice"] = Command(advice, ["rope"], printed=True)
+    commands["evaluated"] = Command(evaluation, list(TRAINED))
     together(commands, out)
 
 
 def together(commands: Mapping[str, Command], out: Path) -> None:
-    """Run commands that are not done yet, each into a folder and a log of its name.
-
-    One that waits for a file of another starts when it is there, or the other has ended without it.
-    """
+    """Run commands that are not done yet, each into a folder and a log of its name, once those it waits for ended."""
     out.mkdir(parents=True, exist_ok=True)
     started = perf_counter()
     ended = {name: Event() for name in commands}
 
     def finish(name: str) -> None:
-        for other, file in commands[name].after.items():
-            while not (out / other / file).exists() and not ended[other].wait(0.1):
-                pass
-        if not (out / name / FINISHED).exists():
-            begun = perf_counter() - started
-            code = _ran(commands[name], out / name)
-            print(f"{name}: ended with {code}, {begun:.1f} to {perf_counter() - started:.1f} s", flush=True)
-        ended[name].set()
+        for other in commands[name].after:
+            ended[other].wait()
+        try:
+            if not (out / name / FINISHED).exists():
+                begun = perf_counter() - started
+                code = _ran(commands[name], out / name)
+                now = perf_counter() - started
+                print(f"{name}: ended with {code}, {begun:.1f} to {now:.1f} s", flush=True)
+        finally:
+            ended[name].set()
 
     with ThreadPoolExecutor(len(commands)) as pool:
         list(pool.map(finish, commands))
