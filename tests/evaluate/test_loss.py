@@ -156,7 +156,7 @@ def test_long_rows_in_slices_are_measured_as_rows_given_at_once(monkeypatch):
         asked.append(hidden.shape[1])
         return Transformer.logits(model, hidden)
 
-    monkeypatch.setattr(slices, "CPU_SLICE_BYTES", 4 * 2 * VOCAB * 8)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 4 * 2 * VOCAB * 8)
     monkeypatch.setattr(model, "logits", logits)
     sliced = measure(model, batches, length=30, stride=7, device=CPU)
     assert max(asked) == 8

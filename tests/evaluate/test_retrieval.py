@@ -134,7 +134,7 @@ def test_answers_of_several_lengths_share_a_batch():
 @pytest.mark.parametrize("first", [0, 7, 29])
 def test_logits_in_slices_equal_those_given_at_once(first, monkeypatch):
     model, tokens = small(), torch.arange(60).reshape(2, 30)
-    monkeypatch.setattr(slices, "CPU_SLICE_BYTES", 4 * 2 * 256 * 8)
+    monkeypatch.setattr(slices, "SLICE_BYTES", 4 * 2 * 256 * 8)
     with torch.no_grad():
         pieces = list(slices.sliced_logits(model, tokens, at=None, first=first))
         whole = model(tokens)

@@ -12,9 +12,9 @@ from phasewise.positions import Positions
 
 SLICE_BYTES = 2**28
 """Logits held at a time, in float32: 2^28 bytes are 1334 places of a vocabulary of 50 304."""
-CPU_SLICE_BYTES = 2**24
-"""On a CPU. Larger pieces go back to the system when they are freed, and having them again costs as much time as
-what is done with them."""
+CPU_SLICE_BYTES, CPU_SLICE_TOKENS = 2**24, 512
+"""On a CPU, the larger of the two, up to `SLICE_BYTES`. Pieces of more bytes go back to the system when they are freed,
+and having them again takes as long as what is done with them; a product of fewer tokens mostly moves weights."""
 
 
 class Vocabulary(Protocol):
@@ -44,13 +44,16 @@ def sliced_logits(
 ) -> Iterator[tuple[int, Tensor]]:
     """Float32 logits [B, n, V] of places `first` to T - 1 of `tokens` [B, T], each slice with its first place.
 
-    A model that is `Split` and whose logits take more than `SLICE_BYTES` (`CPU_SLICE_BYTES`) is asked for its hidden
-    states once and for one slice of logits at a time; any other gives them all in one `model(tokens, at=at)`.
+    A model that is `Split` and whose logits take more than a slice is asked for its hidden states once and for one
+    slice of logits at a time; any other gives them all in one `model(tokens, at=at)`.
     """
     rows, length = tokens.shape
     if isinstance(model, Split):
-        most = CPU_SLICE_BYTES if tokens.device.type == "cpu" else SLICE_BYTES
-        width = max(1, most // (4 * rows * model.config.vocab_size))
+        a_token = 4 * model.config.vocab_size
+        most = SLICE_BYTES
+        if tokens.device.type == "cpu":
+            most = min(most, max(CPU_SLICE_BYTES, CPU_SLICE_TOKENS * a_token))
+        width = max(1, most // (rows * a_token))
         if width < length:
             hidden = model.hidden(tokens, at=at)
             for start in range(first, length, width):
