@@ -462,7 +462,7 @@ AnyFrequencies = Annotated[
 
 def _geometric(base: float, n: int, device: Device) -> Tensor:
     """base^(-i/n), float64 [n]."""
-    return base ** -(torch.arange(n, dtype=torch.float64, device=device) / n)
+    return base ** (torch.arange(0, -n, -1, dtype=torch.float64, device=device) / n)
 
 
 def _stretched(base: float, stretch: float, n: int) -> float:

@@ -90,7 +90,7 @@ def angles(index: Tensor, rates: Tensor, *, dtype: torch.dtype = torch.float32) 
     >>> angles(torch.tensor([1_000_000]), torch.ones(1, dtype=torch.float64)).item()  # 1e6 mod 2 pi
     -0.357564...
     """
-    turns = index.to(torch.float64)[..., None] * (rates / (2 * math.pi))
+    turns = index[..., None] * (rates / (2 * math.pi))
     return ((turns - turns.round()) * (2 * math.pi)).to(dtype)
 
 
