@@ -9,7 +9,9 @@ import torch
 from phasewise.kernels.hardware import capability, on_its_device
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cuda:1", [torch.device("cuda:1")]), ("cpu", [])])
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda:1", [torch.device("cuda:1")]), ("cuda:0", []), ("cpu", [])]
+)
 def test_an_operator_runs_with_the_device_of_its_first_tensor_current(device, expected, monkeypatch):
     made_current = []
 
@@ -18,6 +20,7 @@ def test_an_operator_runs_with_the_device_of_its_first_tensor_current(device, ex
         return nullcontext()
 
     monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     first = SimpleNamespace(device=torch.device(device))
     assert on_its_device(lambda x, y: (x, y))(first, 2) == (first, 2)
     assert made_current == expected

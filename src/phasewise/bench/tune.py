@@ -154,11 +154,15 @@ def _close(mine: Tensor, right: Tensor) -> bool:
 @contextmanager
 def _first(rows: list[Row], row: Row) -> Iterator[None]:
     """Let `row` be the table's first, so that it wins over equals, for as long as the block lasts."""
+    from phasewise.kernels.tiles import chosen
+
     rows.insert(0, row)
+    chosen.cache_clear()
     try:
         yield
     finally:
         rows.remove(row)
+        chosen.cache_clear()
 
 
 def write(row: Row, path: Path | None = None) -> None:
@@ -175,6 +179,7 @@ def write(row: Row, path: Path | None = None) -> None:
         unfinished.write_text("{\n" + ",\n".join(parts) + "\n}\n")
     if path == Path(tiles.__file__).with_name("launch.json"):
         tiles.launch_table.cache_clear()
+        tiles.chosen.cache_clear()
 
 
 def _lines(rows: list[Row]) -> str:

@@ -21,6 +21,7 @@ from phasewise.kernels.tiles import (
     UNSEEN,
     Places,
     block_width,
+    ceil_div,
     describe,
     key_span,
     launch,
@@ -303,7 +304,7 @@ def forward(
     block_m, block_n, block_d = meta["BLOCK_M"], meta["BLOCK_N"], block_width(v.shape[3])
     arguments, constants = _shared(q, k, scale, causal, window, places, slopes)
     spans = None if places is None else places.key_spans(block_m, block_n, causal=causal, window=window)
-    forward_kernel[(triton.cdiv(queries, block_m) * rows * heads,)](
+    forward_kernel[(ceil_div(queries, block_m) * rows * heads,)](
         q_desc=describe(q, block_m, block_width(width)), k_desc=describe(k, block_n, block_width(width)),
         v_desc=describe(v, block_n, block_d), out_ptr=out, out_strides=out.stride(), lse_ptr=lse, span_ptr=spans,
         H=heads, D=v.shape[3], BLOCK_D=block_d, **arguments, **constants, **meta,
@@ -317,11 +318,11 @@ def row_statistics(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) 
     128 rows are the most that a tile of these has.
     """
     rows, heads, queries, width = out.shape
-    padded = triton.cdiv(queries, 128) * 128
+    padded = ceil_div(queries, 128) * 128
     lse2, delta = (out.new_empty(rows, heads, padded, dtype=torch.float32) for _ in range(2))
     block_d = block_width(width)
     block_m = max(1, 4096 // block_d)
-    statistics_kernel[(triton.cdiv(padded, block_m) * rows * heads,)](
+    statistics_kernel[(ceil_div(padded, block_m) * rows * heads,)](
         out, out.stride(), dout, dout.stride(), lse, None if dlse is None else dlse.contiguous(), lse2, delta,
         heads, queries, width, padded, BLOCK_M=block_m, BLOCK_D=block_d,
     )  # fmt: skip
@@ -353,14 +354,14 @@ def backward(
     meta = launch("separable.query_grad", q, qk=width, v=value_width, length=keys)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     spans = None if places is None else places.key_spans(block_m, block_n, causal=causal, window=window)
-    query_grad_kernel[(triton.cdiv(queries, block_m) * rows * heads,)](
+    query_grad_kernel[(ceil_div(queries, block_m) * rows * heads,)](
         **descriptors(block_m, block_n), dq_ptr=dq, dq_strides=dq.stride(), span_ptr=spans, H=heads,
         BLOCK_E=block_e, **arguments, **constants, **meta,
     )  # fmt: skip
     meta = launch("separable.key_grad", q, qk=width, v=value_width, length=queries)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     spans = None if places is None else places.query_spans(block_m, block_n, causal=causal, window=window)
-    key_grad_kernel[(triton.cdiv(keys, block_n) * rows * key_heads,)](
+    key_grad_kernel[(ceil_div(keys, block_n) * rows * key_heads,)](
         **descriptors(block_m, block_n), dk_ptr=dk, dk_strides=dk.stride(), dv_ptr=dv, dv_strides=dv.stride(),
         span_ptr=spans, KEY_HEADS=key_heads, D=value_width, BLOCK_E=block_e, BLOCK_D=block_d,
         **arguments, **constants, **meta,

@@ -22,9 +22,10 @@ def on_its_device(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(operator)
     def guarded(first: torch.Tensor, *rest: Any) -> Any:
-        if first.device.type != "cuda":
+        device = first.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
             return operator(first, *rest)
-        with torch.cuda.device(first.device):
+        with torch.cuda.device(device):
             return operator(first, *rest)
 
     return guarded

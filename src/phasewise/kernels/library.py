@@ -1,7 +1,8 @@
 """The operator `phasewise::separable`: its implementation, fakes and gradient, known to torch.compile.
 
-One operator serves NoPE, RoPE and PoPE, so that what is saved for the gradient is always the raw q, k and v, the
-angles, the phase, the output and its log-sum-exp; expanded queries and keys are made anew in the backward.
+One operator serves NoPE, RoPE and PoPE. For the gradient it saves what is as wide as q and k: RoPE's rotated queries
+and keys, whose rotation needs no others for its gradient, and the raw ones of the rest, of which PoPE's expanded ones
+are made anew in the backward.
 """
 
 from typing import Any, Literal, get_args
@@ -10,24 +11,14 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import on_its_device
+from phasewise.kernels.operators import differentiable, operator
 
 Body = Literal["triton", "flash", "cudnn"]
 Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
 BODIES: tuple[Body, ...] = get_args(Body)
 PREPARATIONS: tuple[Preparation, ...] = get_args(Preparation)
-
-
-def _prepared(
-    q: Tensor, k: Tensor, q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
-    preparation: str, factor: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from phasewise.kernels import prepare
-
-    if q_angle is None or k_angle is None:
-        return q, k
-    if preparation == "rope":
-        return prepare.rotate(q, q_angle, factor), prepare.rotate(k, k_angle, factor)
-    return prepare.polar(q, q_angle, phase, preparation), prepare.polar(k, k_angle, None, preparation)
+Part = slice | None
+ALL = slice(None)
 
 
 def _dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -35,44 +26,76 @@ def _dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(x if x is None else x.contiguous() for x in tensors)
 
 
-@torch.library.custom_op("phasewise::separable", mutates_args=())
+@operator
 @on_its_device
 def separable(
     q: Tensor, k: Tensor, v: Tensor, q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
     q_index: Tensor | None, q_segment: Tensor | None, k_index: Tensor | None, k_segment: Tensor | None,
     slopes: Tensor | None, preparation: str, factor: float, scale: float, causal: bool, window: int | None, body: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output `[B, H, T, D]` and float32 log-sum-exp `[B, H, T]`; see `phasewise.kernels.separable`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output `[B, H, T, D]`, float32 log-sum-exp `[B, H, T]`, and RoPE's rotated q and k, else two empty tensors.
+
+    See `phasewise.kernels.separable`.
+    """
     from phasewise.kernels import body as own
-    from phasewise.kernels import borrowed
+    from phasewise.kernels import borrowed, prepare
     from phasewise.kernels.tiles import EMPTY_LSE, Places, bounded
 
+    arguments = (
+        q,
+        k,
+        v,
+        q_angle,
+        k_angle,
+        phase,
+        q_index,
+        q_segment,
+        k_index,
+        k_segment,
+        slopes,
+        preparation,
+    )
     if q.numel() == 0 or k.numel() == 0:
-        out, lse = _separable_fake(q, k, v, *(None,) * 8, preparation, factor, scale, causal, window, body)
-        return out.zero_(), lse.fill_(EMPTY_LSE)
+        out, lse, *rotated = _separable_fake(*arguments)
+        return out.zero_(), lse.fill_(EMPTY_LSE), *(x.zero_() for x in rotated)
     window = bounded(window, q, k, (q_index, q_segment, k_index, k_segment))
     q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
-    q2, k2 = _prepared(q, k, q_angle, k_angle, phase, preparation, factor)
+    q2, k2, rotated = q, k, (q.new_empty(0), q.new_empty(0))
+    if q_angle is not None and k_angle is not None:
+        if preparation == "rope":
+            rotated = q2, k2 = prepare.rotate(q, k, q_angle, k_angle, factor)
+        else:
+            q2, k2 = prepare.polar(q, k, q_angle, k_angle, phase, preparation)
     if body == "flash":
-        return borrowed.flash_forward(q2, k2, v, scale=scale, causal=causal, window=window)
-    if body == "cudnn":
-        return borrowed.cudnn_forward(q2, k2, v, scale=scale, causal=causal)
-    places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
-    return own.forward(q2, k2, v, scale=scale, causal=causal, window=window, places=places, slopes=slopes)
+        out, lse = borrowed.flash_forward(q2, k2, v, scale=scale, causal=causal, window=window)
+    elif body == "cudnn":
+        out, lse = borrowed.cudnn_forward(q2, k2, v, scale=scale, causal=causal)
+    else:
+        places = Places.of(q, k, q_index, q_segment, k_index, k_segment)
+        out, lse = own.forward(
+            q2, k2, v, scale=scale, causal=causal, window=window, places=places, slopes=slopes
+        )
+    return out, lse, *rotated
 
 
-@separable.register_fake
+@torch.library.register_fake(separable)
 def _separable_fake(
     q: Tensor, k: Tensor, v: Tensor, q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
     q_index: Tensor | None, q_segment: Tensor | None, k_index: Tensor | None, k_segment: Tensor | None,
-    slopes: Tensor | None, preparation: str, factor: float, scale: float, causal: bool, window: int | None, body: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    slopes: Tensor | None, preparation: str, *settings: object,
+) -> tuple[Tensor, ...]:  # fmt: skip
     rows, heads, queries, _ = q.shape
     out = q.new_empty(rows, queries, heads, v.shape[3]).transpose(1, 2)
-    return out, q.new_empty(rows, heads, queries, dtype=torch.float32)
+    rotated = (_placewise(x) if preparation == "rope" else q.new_empty(0) for x in (q, k))
+    return out, q.new_empty(rows, heads, queries, dtype=torch.float32), *rotated
 
 
-@torch.library.custom_op("phasewise::separable_backward", mutates_args=())
+def _placewise(x: Tensor) -> Tensor:
+    """Uninitialised, of the shape of x, stored place by place."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
+@operator
 @on_its_device
 def separable_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
@@ -80,98 +103,114 @@ def separable_backward(
     q_index: Tensor | None, q_segment: Tensor | None, k_index: Tensor | None, k_segment: Tensor | None,
     slopes: Tensor | None, preparation: str, factor: float, scale: float, causal: bool, window: int | None, body: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v and the phase (empty when there is none)."""
+    """Gradients of q, k, v and the phase (empty when there is none); q and k as saved, so RoPE's are rotated."""
     from phasewise.kernels import body as own
     from phasewise.kernels import borrowed, prepare, stored
     from phasewise.kernels.tiles import Places, bounded, launch
 
     if q.numel() == 0 or k.numel() == 0:
-        return (
-            *(prepare.expanded_like(x, x.shape[3]).zero_() for x in (q, k, v)),
-            q.new_zeros(0 if phase is None else phase.shape, dtype=torch.float32),
-        )
+        empty = _separable_backward_fake(q, k, v, out, lse, dout, dlse, q_angle, k_angle, phase)
+        return tuple(x.zero_() for x in empty)
     q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
-    polar = q_angle is not None and preparation != "rope"
-    width = q.shape[3] * (2 if polar else 1)
-    sizes = {"qk": width, "v": v.shape[3], "length": k.shape[2]}
+    polar = preparation not in ("none", "rope")
+    widths = {"qk": q.shape[3] * (2 if polar else 1), "v": v.shape[3]}
     positions = (q_index, q_segment, k_index, k_segment)
+    placed = any(x is not None for x in positions)
     window = bounded(window, q, k, positions)
-    if body == "cudnn" or (body == "flash" and q.shape[1] > k.shape[1] and width != v.shape[3]):
+    if body == "cudnn" or (body == "flash" and q.shape[1] > k.shape[1] and widths["qk"] != widths["v"]):
         # cuDNN's backward does not repeat its bits; flash-attn-4's refuses unequal widths with grouped heads.
         body = "triton"
-    chosen = launch(f"separable.{body}.backward", q, **sizes)["body"]
-    square = q.shape[2] == k.shape[2] and window is None
-    if slopes is not None or any(x is not None for x in positions) or not square:
-        chosen = body
-    dq, dk, dv = None, None, prepare.expanded_like(v, v.shape[3])
-    if preparation == "none":
-        dq, dk = prepare.expanded_like(q, width), prepare.expanded_like(k, width)
-    sums = None if phase is None else prepare.phase_sums(q)
+    simple = q.shape[2] == k.shape[2] and window is None and slopes is None and not placed
+    chosen = launch(f"separable.{body}.backward", q, **widths, length=k.shape[2])["body"] if simple else body
+
+    dv = _placewise(v)
+    view = {"scale": scale, "causal": causal}
     statistics = own.row_statistics(out, dout, lse, dlse) if chosen == "stored" else ()
-    group = q.shape[1] // k.shape[1]
-    everything = (slice(0, q.shape[0]), slice(0, k.shape[1]))
-    for rows, keys in stored.pieces(q, k, causal=causal) if chosen == "stored" else [everything]:
-        heads = slice(keys.start * group, keys.stop * group)
-        some_q, some_k, some_phase = q[rows, heads], k[rows, keys], None if phase is None else phase[heads]
-        some_q_angle, some_k_angle = _rows(q_angle, rows), _rows(k_angle, rows)
-        q2, k2 = _prepared(some_q, some_k, some_q_angle, some_k_angle, some_phase, preparation, factor)
-        if dq is not None and dk is not None and preparation == "none":
-            dq2, dk2 = dq[rows, heads], dk[rows, keys]
-        else:
-            # What is wide exists once: a gradient takes the place of what it is of, if that was read by then.
-            dq2 = q2 if polar and chosen != "triton" else prepare.expanded_like(q2, width)
-            dk2 = k2 if polar and chosen == "flash" else prepare.expanded_like(k2, width)
-        into = (dq2, dk2, dv[rows, keys])
+
+    def multiplied(
+        q2: Tensor, k2: Tensor, dq2: Tensor, dk2: Tensor, rows: Part, heads: Part, keys: Part
+    ) -> None:
+        """Gradients of a part's queries, keys and values, as these are multiplied."""
+        into = (dq2, dk2, _part(dv, rows, keys))
         if chosen == "stored":
-            some = (x[rows, heads] for x in (dout, *statistics))
+            some = (_part(x, rows, heads) for x in (dout, *statistics))
             limit = 2 * (q.numel() + k.numel())
-            stored.backward(q2, k2, v[rows, keys], *some, into, limit=limit, scale=scale, causal=causal)
+            stored.backward(q2, k2, _part(v, rows, keys), *some, into, limit=limit, **view)
+        elif chosen == "flash":
+            borrowed.flash_backward(q2, k2, v, out, lse, dout, dlse, into, window=window, **view)
         else:
-            whole = (q2, k2, v, out, lse, dout, dlse, into)
-            if chosen == "flash":
-                borrowed.flash_backward(*whole, scale=scale, causal=causal, window=window)
-            else:
-                places = Places.of(q, k, *positions)
-                own.backward(*whole, scale=scale, causal=causal, window=window, places=places, slopes=slopes)
+            places = Places.of(q, k, *positions)
+            own.backward(
+                q2, k2, v, out, lse, dout, dlse, into, window=window, places=places, slopes=slopes, **view
+            )
+
+    parts: list[tuple[Part, Part, Part]] = [(None, None, None)]
+    if chosen == "stored":
+        group = q.shape[1] // k.shape[1]
+        parts = [
+            (rows, slice(keys.start * group, keys.stop * group), keys)
+            for rows, keys in stored.pieces(q, k, causal=causal)
+        ]
+    no_phase = q.new_empty(0, dtype=torch.float32)
+    if not polar:
+        dq, dk = _placewise(q), _placewise(k)
+        for rows, heads, keys in parts:
+            pair = _part(q, rows, heads), _part(k, rows, keys)
+            multiplied(*pair, _part(dq, rows, heads), _part(dk, rows, keys), rows, heads, keys)
+        if q_angle is not None and k_angle is not None:
+            prepare.rotate(dq, dk, q_angle, k_angle, factor, back=True, into=(dq, dk))
+        return dq, dk, dv, no_phase
+    dq, dk = None, None
+    sums = None if phase is None else prepare.phase_sums(q)
+    for rows, heads, keys in parts:
+        some_q, some_k, some_phase = _part(q, rows, heads), _part(k, rows, keys), _part(phase, heads)
+        some_q_angle, some_k_angle = _rows(q_angle, rows), _rows(k_angle, rows)
+        q2, k2 = prepare.polar(some_q, some_k, some_q_angle, some_k_angle, some_phase, preparation)
+        # What is wide exists once: a gradient takes the place of what it is of, if that was read by then.
+        dq2 = q2 if chosen != "triton" else prepare.expanded_like(q2, widths["qk"])
+        dk2 = k2 if chosen == "flash" else prepare.expanded_like(k2, widths["qk"])
+        multiplied(q2, k2, dq2, dk2, rows, heads, keys)
         if dq is None or dk is None:
             # Not before the body has given back its own memory.
-            dq, dk = (prepare.expanded_like(x, x.shape[3]) for x in (q, k))
-        if some_q_angle is None or some_k_angle is None:
-            continue
-        if polar:
-            some_sums = None if sums is None else sums[rows, :, heads]
-            prepare.polar_backward(
-                some_q, some_q_angle, some_phase, preparation, dq2, dq[rows, heads], some_sums
-            )
-            prepare.polar_backward(some_k, some_k_angle, None, preparation, dk2, dk[rows, keys], None)
-        else:
-            prepare.rotate(dq2, some_q_angle, factor, back=True, out=dq[rows, heads])
-            prepare.rotate(dk2, some_k_angle, factor, back=True, out=dk[rows, keys])
-    assert dq is not None, "there is always a piece"
-    assert dk is not None, "there is always a piece"
-    return dq, dk, dv, q.new_empty(0, dtype=torch.float32) if sums is None else sums.sum((0, 1))
+            dq, dk = _placewise(q), _placewise(k)
+        some_dq, some_dk = _part(dq, rows, heads), _part(dk, rows, keys)
+        some_sums = _part(sums, rows, ALL, heads)
+        prepare.polar_backward(some_q, some_q_angle, some_phase, preparation, dq2, some_dq, some_sums)
+        prepare.polar_backward(some_k, some_k_angle, None, preparation, dk2, some_dk, None)
+    assert dq is not None, "there is always a part"
+    assert dk is not None, "there is always a part"
+    return dq, dk, dv, no_phase if sums is None else sums.sum((0, 1))
 
 
-def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
-    return x if x is None or x.shape[0] == 1 else x[rows]
+def _part(x: Any, *parts: Part) -> Any:
+    """Some rows and heads of x, if it is given; all of them for None."""
+    return x if x is None or parts[-1] is None else x[parts]
 
 
-@separable_backward.register_fake
+def _rows(angle: Any, rows: Part) -> Any:
+    return angle if angle.shape[0] == 1 else _part(angle, rows)
+
+
+@torch.library.register_fake(separable_backward)
 def _separable_backward_fake(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None, *rest: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = (x.transpose(1, 2).new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty(0 if phase is None else phase.shape, dtype=torch.float32)
+    dphase = q.new_empty(0 if phase is None else phase.shape, dtype=torch.float32)
+    return _placewise(q), _placewise(k), _placewise(v), dphase
 
 
-def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:11])
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    q, k, v, *others = inputs[:11]
     ctx.settings = inputs[11:]
+    out, lse, *rotated = output
+    ctx.mark_non_differentiable(*rotated)
+    ctx.set_materialize_grads(False)
+    q, k = rotated if ctx.settings[0] == "rope" else (q, k)
+    ctx.save_for_backward(q, k, v, out, lse, *others)
 
 
-def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *others = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 17
@@ -186,5 +225,5 @@ def _no_second_order(ctx: Any, *gradients: Tensor | None) -> None:
     )
 
 
-separable.register_autograd(_gradient, setup_context=_save)
-separable_backward.register_autograd(_no_second_order)
+differentiable(separable, _gradient, _save)
+differentiable(separable_backward, _no_second_order, lambda ctx, inputs, output: None)

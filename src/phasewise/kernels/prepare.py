@@ -6,12 +6,14 @@ them. FAST kernels, for half precision, leave sines, exponentials and reciprocal
 raw input is needed for the gradients.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from phasewise.kernels.tiles import LOG2E
+from phasewise.kernels.tiles import LOG2E, ceil_div, power_of_two
 
 MAGNITUDES = ("softplus", "relu", "identity")
 
@@ -85,20 +87,19 @@ def tile_of(ptr, strides, b, h, t, c):
 
 
 @triton.jit
-def program(tiles, groups):
-    """Tile, row of the batch and group of heads of this program, all on the grid's one unbounded axis."""
-    at = tl.program_id(0)
+def program(at, tiles, groups):
+    """Tile, row of the batch and group of heads of program `at`, all on the grid's one unbounded axis."""
     return at % tiles, (at // tiles // groups).to(tl.int64), at // tiles % groups
 
 
 @triton.jit
-def polar_kernel(
-    x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, phase_ptr, H, T, D,
+def expand(
+    at, x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, H, T, phase_ptr, D,
     KIND: tl.constexpr, PHASE: tl.constexpr, FAST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """x [B, H, T, D] -> [mu cos, mu sin] [B, H, T, 2 D]."""
-    tile, b, group = program(tl.cdiv(T, BLOCK_T), H // HEADS)
+    tile, b, group = program(at, tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_D)
     inside = (t[:, None] < T) & (c[None, :] < D)
@@ -124,6 +125,28 @@ def polar_kernel(
 
 
 @triton.jit
+def polar_kernel(
+    q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T,
+    k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, programs,
+    phase_ptr, D,
+    KIND: tl.constexpr, PHASE: tl.constexpr, FAST: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`expand` of queries, by the first `programs`, and of keys, which have no phase."""
+    at = tl.program_id(0)
+    if at < programs:
+        expand(
+            at, q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T, phase_ptr, D,
+            KIND, PHASE, FAST, QUERY_HEADS, BLOCK_T, BLOCK_D,
+        )  # fmt: skip
+    else:
+        expand(
+            at - programs, k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, phase_ptr, D,
+            KIND, False, FAST, KEY_HEADS, BLOCK_T, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
 def polar_backward_kernel(
     x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, sum_ptr, sum_strides,
     angle_ptr, angle_row, phase_ptr, H, T, D,
@@ -131,7 +154,7 @@ def polar_backward_kernel(
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x and, per tile, of the phases: sums [B, tiles, H, D]."""
-    tile, b, group = program(tl.cdiv(T, BLOCK_T), H // HEADS)
+    tile, b, group = program(tl.program_id(0), tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_D)
     inside = (t[:, None] < T) & (c[None, :] < D)
@@ -160,13 +183,13 @@ def polar_backward_kernel(
 
 
 @triton.jit
-def rotate_kernel(
-    x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, factor, H, T, D, n,
+def turn_pairs(
+    at, x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, H, T, factor, D, n,
     BACK: tl.constexpr, FAST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """x [B, H, T, D] with the pairs (c, c + n), c < n, turned (back) and scaled; channels from 2 n on as they are."""
-    tile, b, group = program(tl.cdiv(T, BLOCK_T), H // HEADS)
+    tile, b, group = program(at, tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_N)
     inside = (t[:, None] < T) & (c[None, :] < n)
@@ -190,12 +213,56 @@ def rotate_kernel(
         out_at += out_strides[1]
 
 
-def _grid(x: Tensor, elements: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
-    """Programs of `elements` elements and as many heads, up to eight, as divide all of them."""
+@triton.jit
+def rotate_kernel(
+    q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T,
+    k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, programs,
+    factor, D, n, BACK: tl.constexpr, FAST: tl.constexpr,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """`turn_pairs` of queries, by the first `programs`, and of keys."""
+    at = tl.program_id(0)
+    if at < programs:
+        turn_pairs(
+            at, q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T, factor, D, n,
+            BACK, FAST, QUERY_HEADS, BLOCK_T, BLOCK_N, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        turn_pairs(
+            at - programs, k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, factor, D, n,
+            BACK, FAST, KEY_HEADS, BLOCK_T, BLOCK_N, BLOCK_REST,
+        )  # fmt: skip
+
+
+def _grouped(heads: int) -> int:
+    """How many heads share a program: as many, up to eight, as divide all of them."""
+    return max(count for count in range(1, 9) if heads % count == 0)
+
+
+def _places(length: int, elements: int, columns: int) -> int:
+    """How many places a program of `elements` elements has, one head's."""
+    return max(1, min(power_of_two(length), elements // columns))
+
+
+def _programs(x: Tensor, block_t: int, group: int) -> int:
     rows, heads, length, _ = x.shape
-    block_t = max(1, min(triton.next_power_of_2(length), elements // columns))
-    group = max(count for count in range(1, 9) if heads % count == 0)
-    return (triton.cdiv(length, block_t) * rows * (heads // group),), {"HEADS": group, "BLOCK_T": block_t}
+    return ceil_div(length, block_t) * rows * (heads // group)
+
+
+def _pair(
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, q_angle: Tensor, k_angle: Tensor, columns: int
+) -> tuple[tuple[int], tuple[Any, ...], dict[str, int]]:
+    """Grid, arguments and meta-parameters of a kernel that prepares queries and keys."""
+    query, key = (
+        (x, x.stride(), out, out.stride(), angle, _row(angle), x.shape[1], x.shape[2])
+        for x, out, angle in ((q, q_out, q_angle), (k, k_out, k_angle))
+    )  # fmt: skip
+    heads, key_heads = _grouped(q.shape[1]), _grouped(k.shape[1])
+    block_t = _places(max(q.shape[2], k.shape[2]), 2048, columns)
+    programs = _programs(q, block_t, heads)
+    meta = {"QUERY_HEADS": heads, "KEY_HEADS": key_heads, "BLOCK_T": block_t, "num_warps": 8}
+    return (programs + _programs(k, block_t, key_heads),), (*query, *key, programs), meta
 
 
 def _fast(x: Tensor) -> bool:
@@ -214,67 +281,68 @@ def expanded_like(x: Tensor, width: int) -> Tensor:
     return x.new_empty(rows, length, heads, width).transpose(1, 2)
 
 
-def polar(x: Tensor, angle: Tensor, phase: Tensor | None, kind: str) -> Tensor:
-    """PoPE's Cartesian form `[B, H, T, 2 D]`, cosine half first, of x `[B, H, T, D]`.
+def polar(
+    q: Tensor, k: Tensor, q_angle: Tensor, k_angle: Tensor, phase: Tensor | None, kind: str
+) -> tuple[Tensor, Tensor]:
+    """PoPE's Cartesian forms `[B, H, T, 2 D]`, cosine half first, of q and k `[B, H, T, D]`.
 
-    angle is float32 `[B | 1, T, D]`, reduced; phase float32 `[H, D]` is subtracted (queries) or None (keys).
+    Angles are float32 `[B | 1, T, D]`, reduced; phase float32 `[H, D]` or None is subtracted from the queries'.
     """
-    width = x.shape[3]
-    out = expanded_like(x, 2 * width)
-    block_d = triton.next_power_of_2(width)
-    grid, meta = _grid(x, 2048, block_d)
+    width = q.shape[3]
+    q2, k2 = expanded_like(q, 2 * width), expanded_like(k, 2 * width)
+    block_d = power_of_two(width)
+    grid, arguments, meta = _pair(q, k, q2, k2, q_angle, k_angle, block_d)
     polar_kernel[grid](
-        x, x.stride(), out, out.stride(), angle, _row(angle), phase, x.shape[1], x.shape[2], width,
-        KIND=kind, PHASE=phase is not None, FAST=_fast(x), BLOCK_D=block_d, num_warps=8, **meta,
-    )  # fmt: skip
-    return out
+        *arguments, phase, width, KIND=kind, PHASE=phase is not None, FAST=_fast(q), BLOCK_D=block_d, **meta
+    )
+    return q2, k2
 
 
 def phase_sums(x: Tensor) -> Tensor:
     """Uninitialised float32 `[B, tiles, H, D]`: what `polar_backward` leaves of the gradient of x's phases."""
     rows, heads, length, width = x.shape
-    tiles = triton.cdiv(length, _backward_grid(x, True)[1]["BLOCK_T"])
+    tiles = ceil_div(length, _backward_meta(x, True)["BLOCK_T"])
     return torch.empty(rows, tiles, heads, width, dtype=torch.float32, device=x.device)
 
 
-def _backward_grid(x: Tensor, phased: bool) -> tuple[tuple[int], dict[str, int]]:
+def _backward_meta(x: Tensor, phased: bool) -> dict[str, int]:
     # Phases are summed within a program, which few warps do best.
     elements, warps = (1024, 2) if phased else (2048, 8)
-    block_d = triton.next_power_of_2(x.shape[3])
-    grid, meta = _grid(x, elements, block_d)
-    return grid, {**meta, "BLOCK_D": block_d, "num_warps": warps}
+    block_d = power_of_two(x.shape[3])
+    block_t = _places(x.shape[2], elements, block_d)
+    return {"HEADS": _grouped(x.shape[1]), "BLOCK_T": block_t, "BLOCK_D": block_d, "num_warps": warps}
 
 
 def polar_backward(
     x: Tensor, angle: Tensor, phase: Tensor | None, kind: str, grad: Tensor, dx: Tensor, sums: Tensor | None
 ) -> None:
-    """Write the gradient of x into dx, given that of `polar`'s output.
+    """Write the gradient of x into dx, given that of what `polar` made of it.
 
     No atomics: the gradient of the phase, `[H, D]`, is left as a sum per tile in `sums`, laid out by `phase_sums`.
     """
-    grid, meta = _backward_grid(x, phase is not None)
+    meta = _backward_meta(x, phase is not None)
     _, heads, length, width = x.shape
-    polar_backward_kernel[grid](
+    polar_backward_kernel[(_programs(x, meta["BLOCK_T"], meta["HEADS"]),)](
         x, x.stride(), grad, grad.stride(), dx, dx.stride(), sums, (0, 0, 0) if sums is None else sums.stride()[:3],
         angle, _row(angle), phase, heads, length, width, KIND=kind, PHASE=phase is not None, FAST=_fast(x), **meta,
     )  # fmt: skip
 
 
 def rotate(
-    x: Tensor, angle: Tensor, factor: float, *, back: bool = False, out: Tensor | None = None
-) -> Tensor:
-    """RoPE's rotation of the pairs (c, c + n) of x `[B, H, T, D]` by angle float32 `[B | 1, T, n]`, times factor.
+    q: Tensor, k: Tensor, q_angle: Tensor, k_angle: Tensor, factor: float,
+    *, back: bool = False, into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """RoPE's rotation of the pairs (c, c + n) of q and k `[B, H, T, D]` by their angles, times factor.
 
-    `back=True` turns the other way: the gradient of the rotation.
+    Angles are float32 `[B | 1, T, n]`. `back=True` turns the other way: the gradient of the rotation. into: where the
+    result goes; it may be q and k themselves.
     """
-    width, n = x.shape[3], angle.shape[2]
-    out = expanded_like(x, width) if out is None else out
-    block_n = triton.next_power_of_2(n)
-    rest = width - 2 * n
-    grid, meta = _grid(x, 2048, 2 * block_n)
+    width, n = q.shape[3], q_angle.shape[2]
+    into = (expanded_like(q, width), expanded_like(k, width)) if into is None else into
+    block_n, rest = power_of_two(n), width - 2 * n
+    grid, arguments, meta = _pair(q, k, *into, q_angle, k_angle, 2 * block_n)
     rotate_kernel[grid](
-        x, x.stride(), out, out.stride(), angle, _row(angle), factor, x.shape[1], x.shape[2], width, n,
-        BACK=back, FAST=_fast(x), BLOCK_N=block_n, BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
-        num_warps=8, **meta,
+        *arguments, factor, width, n, BACK=back, FAST=_fast(q), BLOCK_N=block_n,
+        BLOCK_REST=power_of_two(rest) if rest else 0, **meta,
     )  # fmt: skip
-    return out
+    return into

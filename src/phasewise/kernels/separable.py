@@ -153,4 +153,5 @@ def _call(
     for name, x in (("q_angle", angles[0]), ("k_angle", angles[1]), ("slopes", slopes)):
         if x is not None and (x.dtype != torch.float32 or x.requires_grad):
             raise ValueError(f"{name} must be float32 and gets no gradient, got {x.dtype}")
-    return separable(q, k, v, *angles, *places, slopes, preparation, factor, scale, causal, window, body)
+    settings = (preparation, factor, scale, causal, window, body)
+    return separable(q, k, v, *angles, *places, slopes, *settings)[:2]

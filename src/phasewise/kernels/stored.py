@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from phasewise.kernels.body import load_tile
 from phasewise.kernels.hardware import capability
 from phasewise.kernels.prepare import tile_of
-from phasewise.kernels.tiles import UNSEEN, block_width, describe, launch
+from phasewise.kernels.tiles import UNSEEN, block_width, ceil_div, describe, launch
 
 PLACES = ("first", "last", "blocks", "sides")  # not to be compiled for anew when they change
 HOPPER_ROWS = 64  # keys of a group of warps there: the rows of one tensor core instruction
@@ -187,9 +187,9 @@ def pieces(q: Tensor, k: Tensor, *, causal: bool) -> list[tuple[slice, slice]]:
     rows, key_heads = k.shape[:2]
     at_once = max(min(2, key_heads), (q.numel() + k.numel()) // _pairs(q, k, causal))
     if at_once >= key_heads:
-        step = triton.cdiv(rows, triton.cdiv(rows, at_once // key_heads))
+        step = ceil_div(rows, ceil_div(rows, at_once // key_heads))
         return [(slice(row, min(row + step, rows)), slice(0, key_heads)) for row in range(0, rows, step)]
-    step = triton.cdiv(key_heads, triton.cdiv(key_heads, at_once))
+    step = ceil_div(key_heads, ceil_div(key_heads, at_once))
     starts = range(0, key_heads, step)
     parts = [slice(head, min(head + step, key_heads)) for head in starts]
     return [(slice(row, row + 1), part) for row in range(rows) for part in parts]
@@ -221,12 +221,12 @@ def backward(
     assert side % query_n == 0, "blocks are made up of whole tiles of keys"
     assert block_m % key_m == 0, "the key product reads only what was written"
     block_e, block_d = block_width(width), block_width(value_width)
-    sides = triton.cdiv(length, side)
+    sides = ceil_div(length, side)
 
     def blocks_before(queries: int) -> int:
         return queries * (queries + 1) // 2 if causal else queries * sides
 
-    parts = triton.cdiv(rows * key_heads * _pairs(q, k, causal), limit)
+    parts = ceil_div(rows * key_heads * _pairs(q, k, causal), limit)
     bounds = [round(sides * (part / parts) ** (0.5 if causal else 1.0)) for part in range(parts + 1)]
     ranges = [(first, last, blocks_before(last) - blocks_before(first)) for first, last in pairwise(bounds)]
     ds = q.new_empty(rows * heads * max(blocks for *_, blocks in ranges) * side, side)

@@ -220,7 +220,7 @@ def _spans(
 ) -> Tensor:  # fmt: skip
     rows, length = here[0].shape
     other_length = there[0].shape[1]
-    tiles = triton.cdiv(length, block)
+    tiles = ceil_div(length, block)
     spans = torch.empty(rows, tiles, 2, dtype=torch.int32, device=here[0].device)
     span_kernel[(tiles * rows,)](
         spans, *here, length, length, *there, other_length, other_length, window or 0,
@@ -253,9 +253,19 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
 
 
+def ceil_div(a: int, b: int) -> int:
+    """`triton.cdiv` for numbers; that of Triton, which serves its compiler too, takes microseconds."""
+    return -(-a // b)
+
+
+def power_of_two(at_least: int) -> int:
+    """The smallest power of two that holds a number from 1."""
+    return 1 << (at_least - 1).bit_length()
+
+
 def block_width(width: int) -> int:
     """The power of two, at least 16, that holds a head dimension."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, power_of_two(width))
 
 
 @functools.cache
@@ -269,8 +279,16 @@ def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str,
 
     A row serves widths and lengths up to its own; the tightest wins, one of this device before one of any.
     """
-    device = torch.cuda.get_device_name(x.device) if x.is_cuda else "cpu"
-    dtype = str(x.dtype).removeprefix("torch.")
+    return dict(chosen(kernel, x.device, x.dtype, qk, v, length))
+
+
+@functools.lru_cache(maxsize=4096)
+def chosen(
+    kernel: str, on: torch.device, kind: torch.dtype, qk: int, v: int, length: int
+) -> Mapping[str, Any]:
+    """What `launch` gives: a function of the table, which whoever changes it clears."""
+    device = torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu"
+    dtype = str(kind).removeprefix("torch.")
 
     def serves(row: Mapping) -> bool:
         return (
@@ -284,4 +302,4 @@ def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str,
     rows = [row for row in launch_table()["rows"] if row["kernel"] == kernel and serves(row)]
     if not rows:
         raise ValueError(f"{kernel} has no launch configuration for {dtype}, widths {qk} and {v}, {device}")
-    return dict(min(rows, key=distance)["meta"])
+    return min(rows, key=distance)["meta"]
