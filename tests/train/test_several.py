@@ -66,7 +66,17 @@ def runs(tmp_path_factory):
         ]
     jobs += [
         (str(at / "resharded"), 0, {**BUDGET, "sharding": "resharded"}),
+        (str(at / "resharded by block"), 0, {**BUDGET, "sharding": "resharded"}, 1),
+        (str(at / "sharded by block"), 0, {**BUDGET, "sharding": "sharded"}, 1),
         (str(at / "resharded sharing rows"), 0, {**BUDGET, "sharding": "resharded", "context_processes": 2}),
+        *(
+            (
+                str(at / f"{sharding} in bfloat16"),
+                0,
+                {**BUDGET, "sharding": sharding, "precision": "bfloat16"},
+            )
+            for sharding in SHARDINGS
+        ),
         (str(at / "sharded and measured"), 0, {**BUDGET, "sharding": "sharded", "evaluate_every": 1}),
     ]
     said = together(*jobs)
@@ -118,10 +128,19 @@ def test_resumed_processes_repeat_the_uninterrupted_ones_to_the_last_digit(runs,
     assert losses(runs / f"{sharding} in two sittings") == losses(runs / sharding)
 
 
-@pytest.mark.parametrize("how", ["resharded", "resharded sharing rows", "sharded and measured"])
-def test_weights_that_are_gathered_again_or_kept_through_a_measurement_are_the_same(runs, how):
-    plain = how.removesuffix(" and measured").replace("resharded", "sharded")
+@pytest.mark.parametrize(
+    "how",
+    ["resharded", "resharded by block", "resharded sharing rows", "sharded by block", "sharded and measured"],
+)
+def test_weights_are_the_same_however_often_and_however_many_at_once_they_are_gathered(runs, how):
+    plain = "sharded sharing rows" if "rows" in how else "sharded"
     assert losses(runs / how) == losses(runs / plain)
+
+
+def test_matrices_that_travel_in_bfloat16_train_what_autocast_makes_of_whole_ones(runs):
+    for name, rel in (("loss", 1e-6), ("gradient_norm", 1e-6)):
+        sharded, replicated = (metric(runs / f"{sharding} in bfloat16", name) for sharding in SHARDINGS[::-1])
+        assert sharded == pytest.approx(replicated, rel=rel)
 
 
 def test_processes_wait_for_what_the_first_does_alone_longer_than_their_communication_would():

@@ -5,22 +5,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from phasewise.train.optimizer import matrices
 from phasewise.train.processes import Processes
 from phasewise.train.trainer import Trainer
 
 from .small import CPU, recipe
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sharding", ["sharded", "resharded"])
-def test_gathered_weights_stay_for_the_backward_pass_unless_resharded(sharding):
+def test_gathered_matrices_stay_for_the_backward_pass_unless_resharded(sharding, precision):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        trainer = Trainer(recipe(sharding=sharding), Processes(rank=0, size=2, device=CPU))
+        trainer = Trainer(
+            recipe("pope", sharding=sharding, precision=precision), Processes(rank=0, size=2, device=CPU)
+        )
         tokens = torch.zeros(1, 12, dtype=torch.int64)
         loss = trainer.objective(tokens, tokens, None, torch.tensor(12.0))
-        kept = [not isinstance(weight, DTensor) for weight in trainer.model.blocks.parameters()]
-        assert set(kept) == {sharding == "sharded"}
+        block = trainer.model.blocks[0]
+        matrix = block.feed_forward.up.weight
+        assert isinstance(matrix, DTensor) == (sharding == "resharded")
+        if sharding == "sharded":
+            assert matrix.dtype == getattr(torch, precision)
         loss.backward()
-        assert all(isinstance(weight, DTensor) for weight in trainer.model.parameters())
+        weights = set(trainer.model.parameters())
+        assert {weight for weight in weights if isinstance(weight, DTensor)} == matrices(trainer.model)
+        assert {weight.dtype for weight in weights} == {torch.float32}
+        assert not isinstance(block.attention.encoding.phase, DTensor)
     finally:
         dist.destroy_process_group()

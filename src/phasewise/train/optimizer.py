@@ -1,6 +1,9 @@
 """AdamW and its learning rate at each step."""
 
+from collections.abc import Iterable
+
 import torch
+from torch import nn
 
 from phasewise.encodings import Encoding
 from phasewise.model import Transformer
@@ -26,19 +29,24 @@ def shares(recipe: Budget) -> tuple[float, float, float]:
     return 1.0, 1.0, recipe.encoding_rate
 
 
+def matrices(model: Transformer) -> set[nn.Parameter]:
+    """The weights of matrix products and the embedding: all but norms and an encoding's own parameters."""
+    positional = set(_positional(model))
+    return {weight for weight in model.parameters() if weight.ndim >= 2 and weight not in positional}
+
+
 def build_optimizer(recipe: Budget, model: Transformer) -> torch.optim.AdamW:
     """AdamW that decays matrices and leaves norms and an encoding's own parameters (PoPE's phases) alone.
 
     The latter have a group of their own, the third, where their rate is another.
     """
-    encodings = [module for module in model.modules() if isinstance(module, Encoding)]
-    positional = {id(parameter) for encoding in encodings for parameter in encoding.parameters()}
+    positional, multiplied = set(_positional(model)), matrices(model)
     decayed, kept, phases = [], [], []
     for parameter in model.parameters():
-        if id(parameter) in positional:
+        if parameter in positional:
             (kept if recipe.encoding_rate == 1 else phases).append(parameter)
         else:
-            (decayed if parameter.ndim >= 2 else kept).append(parameter)
+            (decayed if parameter in multiplied else kept).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": recipe.weight_decay},
         {"params": kept, "weight_decay": 0.0},
@@ -46,3 +54,8 @@ def build_optimizer(recipe: Budget, model: Transformer) -> torch.optim.AdamW:
     if phases:
         groups.append({"params": phases, "weight_decay": 0.0})
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, recipe.beta2), fused=True)
+
+
+def _positional(model: Transformer) -> Iterable[nn.Parameter]:
+    encodings = (module for module in model.modules() if isinstance(module, Encoding))
+    return (parameter for encoding in encodings for parameter in encoding.parameters())

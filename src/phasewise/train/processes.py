@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from phasewise.device import usable
 from phasewise.interrupt import Interrupted
-from phasewise.model import Transformer
 from phasewise.model.parallel import Sharding
 from phasewise.train.meeting import meeting
 from phasewise.train.recipe import Execution
@@ -142,17 +140,3 @@ def shared_rows(recipe: Execution, processes: Processes) -> Sharding | None:
     shape = processes.size // recipe.context_processes, recipe.context_processes
     mesh = init_device_mesh(processes.device.type, shape, mesh_dim_names=("data", "context"))
     return Sharding.over(mesh, "context", regather=not recipe.recompute)
-
-
-def sharded(model: Transformer, *, reshard_after_forward: bool) -> None:
-    """Give each process a part of every weight, in place; blocks are gathered one at a time: torch's FSDP2.
-
-    What is gathered stays for the backward pass, unless `reshard_after_forward`. Weights travel in float32 and
-    autocast narrows them where they are used: a policy that sends them in bfloat16 would send PoPE's phases so
-    too.
-    """
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard_after_forward)
-    fully_shard(model)
-    for name in ("hidden", "logits"):
-        register_fsdp_forward_method(model, name)

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from phasewise.data import Windows
@@ -22,8 +21,9 @@ from phasewise.model import Transformer
 from phasewise.train.objective import Objective, Served
 from phasewise.train.optimizer import build_optimizer, learning_rate, shares
 from phasewise.train.prefetch import Part
-from phasewise.train.processes import Processes, replicated, sharded, shared_rows
+from phasewise.train.processes import Processes, replicated, shared_rows
 from phasewise.train.recipe import TrainRecipe
+from phasewise.train.sharded import clip, shard
 
 RANK_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of the processes' dropout; odd, so that no two ranks meet."""
@@ -46,7 +46,11 @@ class Trainer:
             recipe.initial.fill(self.model)
         objective = Objective(self.model, recipe, sharding=shared_rows(recipe, processes))
         if recipe.sharding != "replicated" and processes.size > 1:
-            sharded(self.model, reshard_after_forward=recipe.sharding == "resharded")
+            shard(
+                self.model,
+                narrow=recipe.precision == "bfloat16",
+                reshard_after_forward=recipe.sharding == "resharded",
+            )
             self.objective: torch.nn.Module = objective
         else:
             self.objective = replicated(objective, processes)
@@ -65,11 +69,12 @@ class Trainer:
                 loss = self.objective(*part)
                 loss.backward()
             losses.append(loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        if isinstance(self.model, FSDPModule):
+            norm = clip(self.model, self.recipe.clip)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
         mean = self.processes.sum(torch.stack(losses).sum()) / self.processes.size
         return torch.stack([mean, norm])
 
