@@ -16,7 +16,7 @@ from torch import Tensor
 from phasewise.blocked import causal_blocked
 from phasewise.encodings import ALiBi
 from phasewise.encodings.base import Encoding
-from phasewise.fused import BODIES, Call, Hardware, fused, obstacle
+from phasewise.fused import BODIES, Call, Hardware, decode_obstacle, decoded, fused, obstacle
 from phasewise.positions import Positions, check_view, visible
 from phasewise.reference import reference
 
@@ -26,6 +26,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "reference", "sdpa", "tri
 MASK_LIMIT = 2**28  # largest mask or bias [rows, heads, T, S], in elements, that sdpa is given
 BLOCKED_LENGTH = 1024  # queries from which narrower values on a CPU go through blocked.py
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DECODED = "few queries on many keys, which are read raw and once"
 AUTO_LIMIT = 2**28  # largest T * S that auto hands to the reference: 16 384 queries on as many keys
 
 
@@ -108,10 +109,13 @@ def attention(
     torch.Size([1, 2, 5, 16])
     """
     call = _validate(q, k, v, encoding, q_at, k_at, causal=causal, window=window, scale=scale)
-    chosen = _choose(call, impl, return_lse, Hardware.of(q)).impl
+    hardware = Hardware.of(q)
+    chosen = _choose(call, impl, return_lse, hardware).impl
     if chosen == "sdpa":
         return _sdpa(call)
-    if chosen == "triton" or chosen == "flash" or chosen == "cudnn":
+    if chosen == "triton" and decode_obstacle(call, hardware) is None:
+        out, lse = decoded(call)
+    elif chosen == "triton" or chosen == "flash" or chosen == "cudnn":
         out, lse = fused(call, chosen)
     else:
         assert chosen == "reference"
@@ -138,9 +142,9 @@ def choose(
 ) -> Choice:
     """What `attention` with these arguments runs, and why; a pure function of sizes, dtypes and hardware.
 
-    On a CUDA device auto takes the first that runs of flash, cudnn and triton; otherwise sdpa where the
-    scores separate or add a bias; otherwise the reference, which it refuses above 2^28 pairs of a query and
-    a key.
+    On a CUDA device auto takes triton for up to 16 queries on 64 keys each or more, unless a gradient is
+    asked for, then the first that runs of flash, cudnn and triton; otherwise sdpa where the scores separate or
+    add a bias; otherwise the reference, which it refuses above 2^28 pairs of a query and a key.
     `hardware` asks about another machine than the one q is on. Works on meta tensors.
 
     Raises ValueError where `attention` would.
@@ -160,12 +164,16 @@ def _choose(call: Call, impl: Implementation, return_lse: bool, hardware: Hardwa
     if impl == "reference":
         return Choice("reference", "asked for")
     if impl != "auto":
+        if impl == "triton" and decode_obstacle(call, hardware) is None:
+            return Choice(impl, DECODED)
         reason = _sdpa_obstacle(call, return_lse) if impl == "sdpa" else obstacle(call, impl, hardware)
         if reason is not None:
             raise ValueError(f"impl={impl!r} cannot run this: {reason}; impl='reference' runs everything")
         return Choice(impl, "asked for")
     passed_over = []
     if hardware.device == "cuda":
+        if decode_obstacle(call, hardware) is None:
+            return Choice("triton", DECODED)
         for body in BODIES:
             reason = obstacle(call, body, hardware)
             if reason is None:

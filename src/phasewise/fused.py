@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from phasewise.encodings import TAPA, ALiBi, NoPE, PoPE, RoPE
 from phasewise.encodings.base import Encoding
 from phasewise.encodings.spectral import Spectral
 from phasewise.frequencies import Static
-from phasewise.kernels import separable, tapa
+from phasewise.kernels import decode, separable, tapa
 from phasewise.kernels.hardware import capability
 from phasewise.positions import Positions
 
@@ -114,6 +115,68 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
 def fused(call: Call, body: Body) -> tuple[Tensor, Tensor]:
     """The output [B, Hq, T, Dv] and log-sum-exp [B, Hq, T] of a call that `body` has no obstacle to."""
     return _ROUTES[type(call.encoding)](call, body)
+
+
+def decode_obstacle(call: Call, hardware: Hardware) -> str | None:
+    """Why the kernel for few queries on many raw keys cannot compute a call on `hardware`; None when it can."""
+    encoding = call.encoding
+    refused = decode.unsupported(
+        device=hardware.device,
+        capability=hardware.capability,
+        dtype=call.q.dtype,
+        qk_width=call.q.shape[-1],
+        v_width=call.v.shape[-1],
+        queries=call.q.shape[2],
+        keys=call.k.shape[2],
+    )
+    if refused is not None:
+        return refused
+    if type(encoding) not in _ROUTES:
+        return f"there is no fused kernel for {type(encoding).__name__}"
+    if call.q_at.axes > 1:
+        return f"decoding takes positions on one axis, not on {call.q_at.axes}"
+    if call.scale is not None and call.scale <= 0:
+        return f"decoding takes a positive scale, not {call.scale}"
+    learned = (call.q, call.k, call.v, *encoding.parameters())
+    if torch.is_grad_enabled() and any(x.requires_grad for x in learned):
+        return "decoding has no gradient, and one is asked for"
+    if isinstance(encoding, Spectral) and _rule(call, encoding) is None:
+        return f"the rates of {encoding.frequencies.kind} are not the same for all these queries"
+    return None
+
+
+def decoded(call: Call) -> tuple[Tensor, Tensor]:
+    """The output [B, Hq, T, Dv] and log-sum-exp [B, Hq, T] of a call that has no `decode_obstacle`."""
+    encoding, settings = call.encoding, _view(call)
+    scale = _scale(call)
+    if isinstance(encoding, TAPA):
+        config = encoding.config
+        scale = encoding.amplitude_dim**-0.5 if call.scale is None else call.scale
+        settings["kind"] = "tapa" if config.phase == "quadratic" else "tapa-linear"
+        settings |= {"amplitude_dim": encoding.amplitude_dim, "alpha": config.alpha, "two_pi": config.two_pi}
+    elif isinstance(encoding, ALiBi):
+        settings["slopes"] = encoding.slopes(device=call.q.device)
+    elif isinstance(encoding, Spectral):
+        rule = _rule(call, encoding)
+        assert rule is not None
+        settings["rates"] = rule.rates(encoding.channels, device=call.q.device)
+        settings["factor"] = encoding.gain(rule)
+        settings["kind"] = "rope"
+        if isinstance(encoding, PoPE):
+            settings |= {"kind": encoding.config.magnitude, "phase": encoding.delta().float()}
+    return decode.attend(call.q, call.k, call.v, scale=scale, **settings)
+
+
+def _rule(call: Call, encoding: Spectral) -> Static | None:
+    """The rule whose rates serve every query of a call, when its sizes tell."""
+    rule = encoding.frequencies
+    if isinstance(rule, Static) or not call.plain:
+        return rule if isinstance(rule, Static) else None
+    longest = call.k.shape[2]
+    shortest = longest - call.q.shape[2] + 1
+    lengths = rule.regimes or ((longest, longest),)
+    same = any(first <= shortest and (last is None or longest <= last) for first, last in lengths)
+    return rule.at(longest, encoding.channels) if same else None
 
 
 def _width(call: Call) -> int:

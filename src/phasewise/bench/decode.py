@@ -1,0 +1,146 @@
+"""What decoding costs on this GPU: `phasewise bench decode --out results/attention/decode-h200.json`.
+
+One query a row against caches of raw keys, 8 rows, 32 query and 8 key heads: first the gate (outputs against the
+float64 reference), then times, and bytes of keys and values a second as a share of what copying moves in the same
+run. Beside ours: the kernels for many queries, which prepare every key anew at each step, and torch's and
+flash-attn-4's attention on keys that were rotated before.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from phasewise.attention import attention
+from phasewise.bench.subjects import installed
+from phasewise.bench.timing import side_by_side
+from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
+from phasewise.fused import BODIES, Body, Call, Hardware, fused, obstacle
+from phasewise.kernels import separable
+from phasewise.positions import Positions
+from phasewise.record import record
+from phasewise.reference import reference
+
+ROWS, HEADS, KEY_HEADS = 8, 32, 8
+GATE_LENGTH = 1000
+COPY = "copy"
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def draw(width: int, length: int, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
+    """bf16 q `[rows, 32, 1, width]`, and k and v `[rows, 8, length, width]` as a cache holds them."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(rows, HEADS, 1, width)] + [(rows, KEY_HEADS, length, width)] * 2
+    q, k, v = (torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    return q, k, v
+
+
+def subjects(width: int) -> Iterator[tuple[str, Encoding, Run]]:
+    """A name, the encoding that is computed, and the attention of its one query."""
+    torch.manual_seed(0)
+    encodings: dict[str, Encoding] = {
+        "nope": NoPE(),
+        "rope": RoPE(head_dim=width),
+        "pope": PoPE(num_heads=HEADS, head_dim=width, phase_init="uniform"),
+        "tapa": TAPA(head_dim=width, alpha=0.1),
+    }
+    for name, encoding in encodings.items():
+        yield name, encoding.cuda(), partial(_ours, encoding)
+    for name, encoding in encodings.items():
+        yield f"{name}, prepared at each step", encoding, partial(_prepared, encoding)
+    yield "sdpa on rotated keys", NoPE(), partial(scaled_dot_product_attention, enable_gqa=True)
+    if installed("flash-attn-4"):
+        plain = partial(separable.attend, scale=width**-0.5, causal=True, window=None, body="flash")
+        yield "flash-attn-4 on rotated keys", NoPE(), lambda q, k, v: plain(q, k, v)[0]
+
+
+def _ours(encoding: Encoding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(q, k, v, encoding, impl="triton")
+
+
+def _prepared(encoding: Encoding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    at = Positions.arange(k.shape[2], device=k.device)
+    call = Call(q, k, v, encoding, at.narrow(k.shape[2] - 1, 1), at, True, True, None, None)
+    bodies: list[Body] = [body for body in BODIES if obstacle(call, body, Hardware.of(q)) is None]
+    return fused(call, bodies[0])[0]
+
+
+def gate(name: str, encoding: Encoding, run: Run, width: int) -> float:
+    """The relative error of the output against float64; raises above 1 % (bf16 operands cost 0.2 to 0.5 %)."""
+    q, k, v = draw(width, GATE_LENGTH, rows=1)
+    at = Positions.arange(GATE_LENGTH, device="cuda")
+    truth, _ = reference(q.double(), k.double(), v.double(), encoding, at.narrow(GATE_LENGTH - 1, 1), at)
+    error = ((run(q, k, v).double() - truth).norm() / truth.norm()).item()
+    if not error < 0.01:
+        raise AssertionError(f"{name} width {width} is {error:.2e} from the float64 reference")
+    return error
+
+
+def measure(width: int, length: int) -> list[dict[str, object]]:
+    """One row per subject at a width and a number of keys, and one of copying as many bytes."""
+    q, k, v = draw(width, length)
+    moved = (k.numel() + v.numel()) * k.element_size()
+    target = torch.empty_like(k)
+    calls: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(k)}
+    for name, _, run in subjects(width):
+        calls[name] = partial(run, q, k, v)
+    times = side_by_side(calls)
+    copied = moved / times[COPY].median / 1e6
+    return [
+        {
+            "subject": name, "width": width, "keys": length, "ms": asdict(took),
+            "gb_per_s": moved / took.median / 1e6, "share_of_copy": moved / took.median / 1e6 / copied,
+        }
+        for name, took in times.items()
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="phasewise bench decode", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the record, a JSON file")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--keys", type=int, nargs="+", default=[4096, 16_384, 65_536])
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "decoding is measured on a CUDA device and there is none; `phasewise bench cpu` needs none"
+        )
+    errors = {
+        f"{name} {width}": gate(name, encoding, run, width)
+        for width in options.widths
+        for name, encoding, run in subjects(width)
+    }
+    print(f"gate: {len(errors)} implementations within bounds")
+    recipe = {
+        "what": "attention of one query a row, bfloat16, encodings' own work included",
+        "rows": ROWS, "heads": HEADS, "key_heads": KEY_HEADS, "seed": 0, "widths": options.widths, "keys": options.keys,
+        "samples": "3 rounds of 7 replays of a CUDA graph, all subjects in turn",
+        "bytes": "keys and values once, raw; copying reads and writes as many in all",
+    }  # fmt: skip
+    table: list[dict[str, object]] = []
+    for width in options.widths:
+        for length in options.keys:
+            rows = measure(width, length)
+            table += rows
+            for row in rows:
+                print(_line(row), flush=True)
+            record(options.out, recipe=recipe, values={"gate": errors, "times": table}, device="cuda")
+    return 0
+
+
+def _line(row: dict) -> str:
+    return (
+        f"{row['width']:4d} {row['keys']:6d} {row['subject']:28s} {row['ms']['median'] * 1e3:9.1f} us "
+        f"{row['gb_per_s']:6.0f} GB/s {row['share_of_copy']:5.2f} of copying"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
