@@ -56,27 +56,27 @@ def apart(row: Row, one: Row | None, name: str, step: int) -> float | None:
 def training_table(documents: Sequence[Row]) -> str:
     every = rows(documents)
     lines = [
-        "| model | GPUs | | tokens/s | MFU | ms a step (quartiles) | efficiency | memory a GPU |",
-        "|---|---:|---|---:|---:|---:|---:|---:|",
+        "| model | rows a GPU | GPUs | | tokens/s | MFU | ms a step (quartiles) | efficiency | memory a GPU |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
-    for row in sorted(every, key=lambda row: row["case"]["size"]):
+    for row in sorted(every, key=_batch):
         case = row["case"]
         what = NAMES[case["sharding"]] if case["processes"] > 1 else ""
+        start = f"| {case['size']} | {case['rows']} | {case['processes']} | {what} |"
         if "failed" in row:
-            lines.append(f"| {case['size']} | {case['processes']} | {what} | failed | | | | |")
+            lines.append(f"{start} failed | | | | |")
             continue
         time, share = row["ms_per_step"], efficiency(row, alone(row, every, free=["sharding"]))
         mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
         memory = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
         lines.append(
-            f"| {case['size']} | {case['processes']} | {what} | {row['tokens_per_second']:,.0f} | {mfu} | "
+            f"{start} {row['tokens_per_second']:,.0f} | {mfu} | "
             f"{time['median']:.1f} ({time['low']:.1f}-{time['high']:.1f}) | {_percent(share)} | {memory} |"
         )
     recipe = documents[0]["recipe"]
-    batches = ", ".join(f"{size} {each}" for size, each in sorted({_batch(row) for row in every}))
     lines += [
         "",
-        f"Rows of {recipe['context']} tokens, as many on every GPU at each number ({batches}): weak scaling. RoPE, "
+        f"Rows of {recipe['context']} tokens, as many on every GPU at each number: weak scaling. RoPE, "
         f"bfloat16 on float32 weights, compiled; median of {recipe['samples']} samples of {recipe['steps']} steps. "
         f"{_certificate(documents)}",
     ]
