@@ -132,7 +132,7 @@ def _decode(
         out, lse = _decode_fake(q, k, v)
         return out.zero_(), lse.fill_(EMPTY_LSE)
     positions = (q_index, q_segment, k_index, k_segment)
-    places = None if q_index is None else tuple(_in_rows(x) for x in positions)
+    places = None if q_index is None else (*_in_rows(q_index, q_segment), *_in_rows(k_index, k_segment))
     phase, slopes = (x if x is None else x.contiguous() for x in (phase, slopes))
     return forward(
         q, k, v, rates, phase, slopes, places, kind=kind, parts=parts, factor=factor, scale=scale, alpha=alpha,
@@ -140,9 +140,11 @@ def _decode(
     )  # fmt: skip
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """Places whose rows are stored without gaps inside, as a cache's are."""
-    return x if x.stride(1) == 1 else x.contiguous()
+def _in_rows(index: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
+    """Places with one stride between rows and none inside them: as they are, when a cache holds them."""
+    if index.stride() == segment.stride() and index.stride(1) == 1:
+        return index, segment
+    return index.contiguous(), segment.contiguous()
 
 
 torch.library.impl("phasewise::decode", ("cpu", "cuda"), _decode)

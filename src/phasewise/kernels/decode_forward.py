@@ -118,7 +118,8 @@ def decode_kernel(
         slopes = tl.load(slope_ptr + h, real, other=0.0) * LOG2E
 
     top = tl.full([BLOCK_M], 0.1 * UNSEEN, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    # Summed over a row at the end alone, since that takes all warps.
+    totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     first = low + split * chunk
     k_ptr += b * k_strides[0] + group.to(tl.int64) * k_strides[1]
@@ -172,10 +173,11 @@ def decode_kernel(
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(weights, 1)
+        totals = totals * fade[:, None] + weights
         mixed = tl.dot(weights.to(dtype), v, mixed * fade[:, None], input_precision="ieee")
         top = higher
 
+    total = tl.sum(totals, 1)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     row = split.to(tl.int64) * rows + (b * H + h) * T + t
