@@ -115,7 +115,7 @@ def attend(
         parts = [n, n, width - 2 * n] if kind == "rope" else [width, 0, 0]
     unit = (2 * math.pi if two_pi else 1.0) * max(parts[1], 1) ** -0.5
     return torch.ops.phasewise.decode(
-        q, k, v, None if rates is None else rates / (2 * math.pi), phase, slopes, q_index, q_segment, k_index,
+        q, k, v, rates, phase, slopes, q_index, q_segment, k_index,
         k_segment, kind, parts, factor, scale, alpha, unit, causal, window,
     )  # fmt: skip
 

@@ -34,13 +34,14 @@ KERNELS = {
 }  # fmt: skip
 
 TURN: tl.constexpr = tl.constexpr(2 * math.pi)
+PER_TURN: tl.constexpr = tl.constexpr(0.5 / math.pi)
 NOWHERE: tl.constexpr = tl.constexpr(-(1 << 62))
 
 
 @triton.jit
 def turns(place, rates, FAST: tl.constexpr):
-    """cos and sin of places times rates (turns a place, float64), reduced in float64."""
-    angle = place * rates
+    """cos and sin of places times rates (float64, radians a place), reduced in float64."""
+    angle = place * (rates * PER_TURN)
     return turn((angle - tl.floor(angle + 0.5)).to(tl.float32) * TURN, FAST)
 
 
@@ -240,7 +241,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output `[B, H, T, V]`, stored place by place, and float32 log-sum-exp `[B, H, T]`.
 
-    rates: float64 [n], turns a place. parts: the widths of what is multiplied apart. unit: of the phase, in radians.
+    rates: float64 [n], radians a place. parts: the widths of what is multiplied apart. unit: of the phase, in radians.
     """
     rows, heads, queries, width = q.shape
     groups, keys, v_width = v.shape[1:]
