@@ -52,8 +52,8 @@ class Timing:
 
 def cases(sizes: list[str], rows: list[int], processes: int) -> Iterator[Case]:
     """Of one process there is nothing to share."""
-    for size, each in zip(sizes, rows, strict=True):
-        for sharding in get_args(Weights) if processes > 1 else ("replicated",):
+    for sharding in get_args(Weights) if processes > 1 else ("replicated",):
+        for size, each in zip(sizes, rows, strict=True):
             yield Case(size, sharding, processes, each)
 
 
