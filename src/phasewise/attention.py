@@ -17,7 +17,7 @@ from phasewise.blocked import causal_blocked
 from phasewise.encodings import ALiBi
 from phasewise.encodings.base import Encoding
 from phasewise.fused import BODIES, Call, Hardware, decode_obstacle, decoded, fused, obstacle
-from phasewise.positions import Positions, check_view, visible
+from phasewise.positions import Positions, check_view, check_window, visible
 from phasewise.reference import reference
 
 Implementation = Literal["auto", "reference", "sdpa", "triton", "flash", "cudnn"]
@@ -119,9 +119,7 @@ def attention(
         out, lse = fused(call, chosen)
     else:
         assert chosen == "reference"
-        out, lse = reference(
-            q, k, v, encoding, call.q_at, call.k_at, causal=causal, window=window, scale=scale
-        )
+        out, lse = reference(q, k, v, encoding, *call.places(), causal=causal, window=window, scale=scale)
     return (out, lse) if return_lse else out
 
 
@@ -197,7 +195,7 @@ def _choose(call: Call, impl: Implementation, return_lse: bool, hardware: Hardwa
 
 def _needs_mask(call: Call) -> bool:
     length, keys = call.q.shape[2], call.k.shape[2]
-    if not call.plain or (call.window is not None and call.window < keys):
+    if call.at is not None or (call.window is not None and call.window < keys):
         return True
     return call.causal and length not in (1, keys)
 
@@ -209,7 +207,7 @@ def _sdpa_obstacle(call: Call, return_lse: bool) -> str | None:
         return "it does not return the log-sum-exp"
     if call.scale is not None and call.scale <= 0:
         return f"torch's causal kernel takes a positive scale, not {call.scale}"
-    rows = max(call.q_at.batch, call.k_at.batch)
+    rows = 1 if call.at is None else max(at.batch for at in call.at)
     if isinstance(encoding, ALiBi):
         if call.q.dtype in (torch.float16, torch.bfloat16):
             return f"a bias in {call.q.dtype} would round ALiBi's distances"
@@ -228,16 +226,17 @@ def _sdpa(call: Call) -> Tensor:
     scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     mask = empty = None
     if _needs_mask(call):
-        mask = visible(call.q_at, call.k_at, causal=call.causal, window=call.window)[:, None]
+        mask = visible(*call.places(), causal=call.causal, window=call.window)[:, None]
         empty = ~mask.any(-1, keepdim=True)
         mask = mask | empty
     if isinstance(encoding, ALiBi):
+        places = call.places()
         if mask is None and call.causal:
-            mask = visible(call.q_at, call.k_at)[:, None]
-        bias = -encoding.penalty(call.q_at, call.k_at, q.dtype)
+            mask = visible(*places)[:, None]
+        bias = -encoding.penalty(*places, q.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
     else:
-        separated = encoding.factors(q, k, call.q_at, call.k_at)
+        separated = encoding.factors(q, k, *call.places())
         assert separated is not None
         q, k = separated
     width = v.shape[-1]
@@ -312,16 +311,17 @@ def _validate(
             raise ValueError(
                 f"{name} must be Positions, but is {type(at).__name__}; use Positions(index, segment)"
             )
-    plain = q_at is None and k_at is None
+    if k_at is None and q_at is not None:
+        raise ValueError("q_at is given without k_at; give the keys' places too")
+    if q_at is None and length > keys:
+        raise ValueError(
+            f"without q_at the {length} queries are the last of the keys, but there are {keys}; give q_at"
+        )
     if k_at is None:
-        if q_at is not None:
-            raise ValueError("q_at is given without k_at; give the keys' places too")
-        k_at = Positions.arange(keys, device=k.device)
+        check_window(window, axes=1)
+        encoding.check(heads, width, axes=1)
+        return Call(q, k, v, encoding, None, causal, window, scale)
     if q_at is None:
-        if length > keys:
-            raise ValueError(
-                f"without q_at the {length} queries are the last of the keys, but there are {keys}; give q_at"
-            )
         q_at = k_at if length == keys else k_at.narrow(keys - length, length)
     for name, at, count in (("q_at", q_at, length), ("k_at", k_at, keys)):
         if at.length != count or at.batch not in (1, batch):
@@ -333,4 +333,4 @@ def _validate(
             raise ValueError(f"{name} is on {at.device}, but q is on {q.device}; use {name}.to(q.device)")
     check_view(q_at, k_at, window)
     encoding.check(heads, width, q_at.axes)
-    return Call(q, k, v, encoding, q_at, k_at, plain, causal, window, scale)
+    return Call(q, k, v, encoding, (q_at, k_at), causal, window, scale)

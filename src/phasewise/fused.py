@@ -44,18 +44,29 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Call:
-    """A validated call. `plain`: no positions were given, so queries are the last T of keys 0..S-1."""
+    """A validated call; `at` places queries and keys, and None are keys 0..S-1 with the queries the last of them."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     encoding: Encoding
-    q_at: Positions
-    k_at: Positions
-    plain: bool
+    at: tuple[Positions, Positions] | None
     causal: bool
     window: int | None
     scale: float | None
+
+    @property
+    def axes(self) -> int:
+        """How many axes the positions are on."""
+        return 1 if self.at is None else self.at[0].axes
+
+    def places(self) -> tuple[Positions, Positions]:
+        """Where queries and keys are, spelled out: one object when there are as many of both."""
+        if self.at is not None:
+            return self.at
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        k_at = Positions.arange(keys, device=self.k.device)
+        return (k_at if queries == keys else k_at.narrow(keys - queries, queries)), k_at
 
 
 def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
@@ -63,8 +74,8 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
     encoding, q, v = call.encoding, call.q, call.v
     if type(encoding) not in _ROUTES:
         return f"there is no fused kernel for {type(encoding).__name__}"
-    if call.q_at.axes > 1 and call.causal:
-        return f"the fused kernels order one axis, and the positions are on {call.q_at.axes}"
+    if call.axes > 1 and call.causal:
+        return f"the fused kernels order one axis, and the positions are on {call.axes}"
     if call.scale is not None and call.scale <= 0:
         return f"the fused kernels take a positive scale, not {call.scale}"
     if isinstance(encoding, TAPA):
@@ -83,7 +94,7 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
                 phase=encoding.config.phase,
                 causal=call.causal,
                 window=call.window,
-                placed=not call.plain,
+                placed=call.at is not None,
             )
         return tapa.unsupported(
             device=hardware.device,
@@ -105,7 +116,7 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
         keys=call.k.shape[2],
         causal=call.causal,
         window=call.window,
-        placed=not call.plain,
+        placed=call.at is not None,
         sloped=isinstance(encoding, ALiBi),
         rows=q.shape[0],
         heads=q.shape[1],
@@ -133,8 +144,8 @@ def decode_obstacle(call: Call, hardware: Hardware) -> str | None:
         return refused
     if type(encoding) not in _ROUTES:
         return f"there is no fused kernel for {type(encoding).__name__}"
-    if call.q_at.axes > 1:
-        return f"decoding takes positions on one axis, not on {call.q_at.axes}"
+    if call.axes > 1:
+        return f"decoding takes positions on one axis, not on {call.axes}"
     if call.scale is not None and call.scale <= 0:
         return f"decoding takes a positive scale, not {call.scale}"
     learned = (call.q, call.k, call.v, *encoding.parameters())
@@ -170,7 +181,7 @@ def decoded(call: Call) -> tuple[Tensor, Tensor]:
 def _rule(call: Call, encoding: Spectral) -> Static | None:
     """The rule whose rates serve every query of a call, when its sizes tell."""
     rule = encoding.frequencies
-    if isinstance(rule, Static) or not call.plain:
+    if isinstance(rule, Static) or call.at is not None:
         return rule if isinstance(rule, Static) else None
     longest = call.k.shape[2]
     shortest = longest - call.q.shape[2] + 1
@@ -190,11 +201,11 @@ def _width(call: Call) -> int:
 
 def _view(call: Call) -> dict[str, Any]:
     view: dict[str, Any] = {"causal": call.causal, "window": call.window}
-    if call.plain:
+    if call.at is None:
         return view
-    sides = {"q": call.q_at, "k": call.k_at}
+    sides = dict(zip("qk", call.at, strict=True))
     view |= {f"{side}_segment": at.segment for side, at in sides.items()}
-    if call.q_at.axes == 1:
+    if call.axes == 1:
         view |= {f"{side}_index": at.index for side, at in sides.items()}
     return view
 
@@ -204,14 +215,15 @@ def _scale(call: Call) -> float:
 
 
 def _expanded(call: Call, body: Body) -> tuple[Tensor, Tensor]:
-    factors = call.encoding.factors(call.q, call.k, call.q_at, call.k_at)
+    factors = call.encoding.factors(call.q, call.k, *call.places())
     assert factors is not None
     return separable.attend(*factors, call.v, scale=_scale(call), body=body, **_view(call))
 
 
 def _angles(call: Call, encoding: Spectral, rule: Static) -> tuple[Tensor, Tensor]:
-    q_angle = encoding.phases(call.q_at, rule)
-    return q_angle, q_angle if call.k_at is call.q_at else encoding.phases(call.k_at, rule)
+    q_at, k_at = call.places()
+    q_angle = encoding.phases(q_at, rule)
+    return q_angle, q_angle if k_at is q_at else encoding.phases(k_at, rule)
 
 
 def _rope(call: Call, body: Body) -> tuple[Tensor, Tensor]:

@@ -218,16 +218,19 @@ def check_view(q_at: Positions, k_at: Positions, window: int | None) -> None:
         raise ValueError(
             f"queries are on {q_at.axes} axes and keys on {k_at.axes}; give both on the same axes"
         )
+    check_window(window, q_at.axes)
+
+
+def check_window(window: int | None, axes: int) -> None:
+    """Raise ValueError unless `window` is one that positions on that many axes can have."""
     if window is not None and not is_whole(window):
         raise ValueError(f"window must be a whole number of places, but is {window!r}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, the query itself, but is {window}; None sees all")
     if window is not None and window > FURTHEST:
         raise ValueError(f"window must be at most {FURTHEST}, but is {window}; None sees all")
-    if window is not None and q_at.axes != 1:
-        raise ValueError(
-            f"a window is defined on one axis, but the positions have {q_at.axes}; use window=None"
-        )
+    if window is not None and axes != 1:
+        raise ValueError(f"a window is defined on one axis, but the positions have {axes}; use window=None")
 
 
 def _not_after(q_index: Tensor, k_index: Tensor) -> Tensor:

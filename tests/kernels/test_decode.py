@@ -106,16 +106,16 @@ class Case:
         return keys.narrow(self.keys - self.queries, self.queries), keys
 
     def call(self, encoding: Any) -> Call:
-        q_at, k_at = self.at()
+        at = self.at() if self.places else None
         view = {"causal": True, "window": None, "scale": None} | self.options
         q, k, v = self.tensors()
-        return Call(q, k, v, encoding, q_at, k_at, self.places is None, **view)
+        return Call(q, k, v, encoding, at, **view)
 
 
 def exact(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
     view = {"causal": call.causal, "window": call.window, "scale": call.scale}
-    return reference(q, k, v, call.encoding, call.q_at, call.k_at, **view)
+    return reference(q, k, v, call.encoding, *call.places(), **view)
 
 
 @torch.no_grad()
@@ -174,8 +174,9 @@ def test_many_rows_of_queries_on_one_key_head_go_in_tiles(name, queries, heads, 
 def test_a_row_that_sees_nothing_gives_zero():
     case = Case(rows=2, places="left-padded", keys=70)
     call = case.call(RoPE(head_dim=WIDTH).to(DEVICE))
-    nothing = Positions(call.q_at.index, torch.full_like(call.q_at.segment, -1))
-    out, lse = decoded(replace(call, q_at=nothing))
+    q_at, k_at = call.places()
+    nothing = Positions(q_at.index, torch.full_like(q_at.segment, -1))
+    out, lse = decoded(replace(call, at=(nothing, k_at)))
     assert not out.any()
     assert (lse == EMPTY_LSE).all()
 

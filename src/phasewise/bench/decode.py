@@ -65,8 +65,7 @@ def _ours(encoding: Encoding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _prepared(encoding: Encoding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    at = Positions.arange(k.shape[2], device=k.device)
-    call = Call(q, k, v, encoding, at.narrow(k.shape[2] - 1, 1), at, True, True, None, None)
+    call = Call(q, k, v, encoding, None, causal=True, window=None, scale=None)
     bodies: list[Body] = [body for body in BODIES if obstacle(call, body, Hardware.of(q)) is None]
     return fused(call, bodies[0])[0]
 
