@@ -132,6 +132,54 @@ def test_rotation_and_its_gradient_are_the_equation_and_may_go_in_place(dtype, w
         close(actual, dx, dtype)
 
 
+def as_threads_hold(products: Tensor) -> Tensor:
+    """`[..., 64, columns]` in the order of a Hopper tensor core's threads and their registers, `[..., 64 columns]`."""
+    columns = products.shape[-1]
+    held = products.new_empty(*products.shape[:-2], columns // 8, 128, 4)
+    for row in range(64):
+        for column in range(columns):
+            thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+            held[..., column // 8, thread, row // 8 % 2 * 2 + column % 2] = products[..., row, column]
+    return held.flatten(-3)
+
+
+@pytest.mark.parametrize(("length", "heads", "phased"), [(96, 1, True), (150, 6, True), (5, 2, False)])
+def test_gradients_of_pope_are_read_from_sums_in_tiles_of_channels_by_places(length, heads, phased):
+    dtype, rows = DTYPES[-1], 48
+    x, angle, phase = inputs(heads=heads, length=length, width=64, n=64, angle_rows=2, dtype=dtype)
+    phase = phase if phased else None
+    tiles = -(-length // rows)
+    grad = torch.randn(2, heads, tiles * rows, 128, device=DEVICE)
+    products = grad.unflatten(2, (tiles, rows)).unflatten(-1, (2, 64)).permute(0, 1, 2, 4, 5, 3)
+    held = prepare.Sums(as_threads_hold(products).flatten(2), 0.5, rows)
+    results = []
+    for given in (held, 0.5 * grad[:, :, :length]):
+        dx, sums = torch.full_like(x, torch.nan), prepare.phase_sums(x) if phased else None
+        prepare.polar_backward(x, angle, phase, "softplus", given, dx, sums)
+        results.append((dx, torch.zeros(()) if sums is None else sums.sum((0, 1))))
+    for ours, right in zip(*results, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "n", "heads"), [(64, 8, 1), (150, 32, 6), (1, 16, 2)])
+def test_gradients_are_turned_back_from_sums_in_the_order_of_the_threads_that_hold_them(length, n, heads):
+    dtype = DTYPES[-1]
+    blocks = -(-length // 64)
+    dq, q_angle, _ = inputs(heads=heads, length=length, width=2 * n, n=n, angle_rows=2, dtype=dtype)
+    dk, k_angle, _ = inputs(heads=2, length=40, width=2 * n, n=n, dtype=dtype)
+    sums = torch.randn(2, heads, blocks * 64, 2 * n, device=DEVICE)
+    halves = sums.unflatten(2, (blocks, 64)).unflatten(-1, (2, n)).permute(0, 1, 2, 4, 3, 5)
+    held = as_threads_hold(halves)
+    expected = [
+        rotated(x.double(), -angle.double(), 1.25)
+        for x, angle in ((0.5 * sums[:, :, :length], q_angle), (dk, k_angle))
+    ]
+    into = torch.full_like(dq, torch.nan)
+    prepare.finish_rotated(held.flatten(2), 0.5, into, dk, q_angle, k_angle, 1.25)
+    for actual, exact in zip((into, dk), expected, strict=True):
+        close(actual, exact, dtype)
+
+
 def test_strided_and_expanded_inputs_give_the_same():
     x, angle, phase = inputs(width=32, n=16)
     wide = torch.stack([x, x], -1)[..., 0]

@@ -67,7 +67,9 @@ def separable(
         else:
             q2, k2 = prepare.polar(q, k, q_angle, k_angle, phase, preparation)
     if body == "flash":
-        out, lse = borrowed.flash_forward(q2, k2, v, scale=scale, causal=causal, window=window)
+        from phasewise.kernels import flash
+
+        out, lse = flash.forward(q2, k2, v, scale=scale, causal=causal, window=window)
     elif body == "cudnn":
         out, lse = borrowed.cudnn_forward(q2, k2, v, scale=scale, causal=causal)
     else:
@@ -105,7 +107,7 @@ def separable_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and the phase (empty when there is none); q and k as saved, so RoPE's are rotated."""
     from phasewise.kernels import body as own
-    from phasewise.kernels import borrowed, prepare, stored
+    from phasewise.kernels import prepare, stored
     from phasewise.kernels.tiles import Places, bounded, launch
 
     if q.numel() == 0 or k.numel() == 0:
@@ -117,14 +119,19 @@ def separable_backward(
     positions = (q_index, q_segment, k_index, k_segment)
     placed = any(x is not None for x in positions)
     window = bounded(window, q, k, positions)
-    if body == "cudnn" or (body == "flash" and q.shape[1] > k.shape[1] and widths["qk"] != widths["v"]):
-        # cuDNN's backward does not repeat its bits; flash-attn-4's refuses unequal widths with grouped heads.
+    unequal, odd = widths["qk"] != widths["v"], any(width % 32 for width in widths.values())
+    if body == "cudnn" or (body == "flash" and unequal and (odd or q.shape[1] > k.shape[1])):
+        # cuDNN's backward does not repeat its bits; of unequal widths flash-attn-4's refuses grouped heads, and does
+        # not compile for some that are no multiples of 32, as (24, 40).
         body = "triton"
     simple = q.shape[2] == k.shape[2] and window is None and slopes is None and not placed
     chosen = launch(f"separable.{body}.backward", q, **widths, length=k.shape[2])["body"] if simple else body
 
-    dv = _placewise(v)
     view = {"scale": scale, "causal": causal}
+    if chosen == "flash":
+        whole = (q, k, v, out, lse, dout, dlse, q_angle, k_angle, phase)
+        return _flash_backward(*whole, preparation, factor, window=window, **view)
+    dv = _placewise(v)
     statistics = own.row_statistics(out, dout, lse, dlse) if chosen == "stored" else ()
 
     def multiplied(
@@ -136,8 +143,6 @@ def separable_backward(
             some = (_part(x, rows, heads) for x in (dout, *statistics))
             limit = 2 * (q.numel() + k.numel())
             stored.backward(q2, k2, _part(v, rows, keys), *some, into, limit=limit, **view)
-        elif chosen == "flash":
-            borrowed.flash_backward(q2, k2, v, out, lse, dout, dlse, into, window=window, **view)
         else:
             places = Places.of(q, k, *positions)
             own.backward(
@@ -166,9 +171,9 @@ def separable_backward(
         some_q, some_k, some_phase = _part(q, rows, heads), _part(k, rows, keys), _part(phase, heads)
         some_q_angle, some_k_angle = _rows(q_angle, rows), _rows(k_angle, rows)
         q2, k2 = prepare.polar(some_q, some_k, some_q_angle, some_k_angle, some_phase, preparation)
-        # What is wide exists once: a gradient takes the place of what it is of, if that was read by then.
-        dq2 = q2 if chosen != "triton" else prepare.expanded_like(q2, widths["qk"])
-        dk2 = k2 if chosen == "flash" else prepare.expanded_like(k2, widths["qk"])
+        # What is wide exists once: dq takes the place of queries that were read by then.
+        dq2 = q2 if chosen == "stored" else prepare.expanded_like(q2, widths["qk"])
+        dk2 = prepare.expanded_like(k2, widths["qk"])
         multiplied(q2, k2, dq2, dk2, rows, heads, keys)
         if dq is None or dk is None:
             # Not before the body has given back its own memory.
@@ -179,6 +184,33 @@ def separable_backward(
         prepare.polar_backward(some_k, some_k_angle, None, preparation, dk2, some_dk, None)
     assert dq is not None, "there is always a part"
     assert dk is not None, "there is always a part"
+    return dq, dk, dv, no_phase if sums is None else sums.sum((0, 1))
+
+
+def _flash_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
+    preparation: str, factor: float, **view: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from phasewise.kernels import flash, prepare
+
+    dv, no_phase = _placewise(v), q.new_empty(0, dtype=torch.float32)
+    if q_angle is None or k_angle is None or preparation == "rope":
+        dk = _placewise(k)
+        held = flash.backward(q, k, v, out, lse, dout, dlse, (dk, dv), **view)
+        dq = _placewise(q)
+        if q_angle is None or k_angle is None:
+            held.write(dq)
+        else:
+            held.turn_back(dq, dk, q_angle, k_angle, factor)
+        return dq, dk, dv, no_phase
+    q2, k2 = prepare.polar(q, k, q_angle, k_angle, phase, preparation)
+    # What is wide exists once: dk takes the place of keys that were read by then, and queries go before dq comes.
+    grad = flash.backward(q2, k2, v, out, lse, dout, dlse, (k2, dv), **view).expanded(q2)
+    del q2
+    dq, dk, sums = _placewise(q), _placewise(k), None if phase is None else prepare.phase_sums(q)
+    prepare.polar_backward(q, q_angle, phase, preparation, grad, dq, sums)
+    prepare.polar_backward(k, k_angle, None, preparation, k2, dk, None)
     return dq, dk, dv, no_phase if sums is None else sums.sum((0, 1))
 
 

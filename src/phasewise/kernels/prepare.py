@@ -6,7 +6,7 @@ them. FAST kernels, for half precision, leave sines, exponentials and reciprocal
 raw input is needed for the gradients.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -147,27 +147,48 @@ def polar_kernel(
 
 
 @triton.jit
+def held_by_threads(at_ptr, COLUMNS: tl.constexpr):
+    """64 rows of float32 from the order in which the threads of a Hopper tensor core instruction hold a product.
+
+    That is, from the outside in: eight columns, warp, row of eight, pair of columns, upper or lower eight, column.
+    """
+    x = tl.reshape(tl.load(at_ptr + tl.arange(0, 64 * COLUMNS)), [COLUMNS // 8, 4, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(x, [1, 4, 2, 0, 3, 5]), [64, COLUMNS])
+
+
+@triton.jit
 def polar_backward_kernel(
-    x_ptr, x_strides, grad_ptr, grad_strides, dx_ptr, dx_strides, sum_ptr, sum_strides,
+    x_ptr, x_strides, grad_ptr, grad_strides, scale, dx_ptr, dx_strides, sum_ptr, sum_strides,
     angle_ptr, angle_row, phase_ptr, H, T, D,
-    KIND: tl.constexpr, PHASE: tl.constexpr, FAST: tl.constexpr,
+    KIND: tl.constexpr, PHASE: tl.constexpr, FAST: tl.constexpr, HELD: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and, per tile, of the phases: sums [B, tiles, H, D]."""
+    """Gradients of x and, per tile, of the phases: sums [B, tiles, H, D].
+
+    HELD above 0: grad is `Sums` in tiles of so many places, times scale.
+    """
     tile, b, group = program(tl.program_id(0), tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_D)
     inside = (t[:, None] < T) & (c[None, :] < D)
     first = group * HEADS
     x_at = tile_of(x_ptr, x_strides, b, first, t, c)
-    grad_at = tile_of(grad_ptr, grad_strides, b, first, t, c)
+    if HELD > 0:
+        grad_at = grad_ptr + b * grad_strides[0] + first.to(tl.int64) * grad_strides[1]
+        grad_at += (tile * BLOCK_T // HELD).to(tl.int64) * (128 * HELD) + tile * BLOCK_T % HELD * 64
+    else:
+        grad_at = tile_of(grad_ptr, grad_strides, b, first, t, c)
     dx_at = tile_of(dx_ptr, dx_strides, b, first, t, c)
     angle = load_angle(angle_ptr, b * angle_row, t, c, T, D)
     cos, sin = turn(angle, FAST)
     for head in range(HEADS):
         x = tl.load(x_at, inside, other=0.0).to(tl.float32)
-        grad_cos = tl.load(grad_at, inside, other=0.0).to(tl.float32)
-        grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0).to(tl.float32)
+        if HELD > 0:
+            grad_cos = tl.where(inside, tl.trans(held_by_threads(grad_at, BLOCK_T)) * scale, 0.0)
+            grad_sin = tl.where(inside, tl.trans(held_by_threads(grad_at + 64 * HELD, BLOCK_T)) * scale, 0.0)
+        else:
+            grad_cos = tl.load(grad_at, inside, other=0.0).to(tl.float32)
+            grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0).to(tl.float32)
         mu, slope = magnitude(x, KIND, FAST)
         if PHASE:
             h = first + head
@@ -233,6 +254,63 @@ def rotate_kernel(
             at - programs, k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, factor, D, n,
             BACK, FAST, KEY_HEADS, BLOCK_T, BLOCK_N, BLOCK_REST,
         )  # fmt: skip
+
+
+@triton.jit
+def turn_sums(
+    at, sum_ptr, sum_head, out_ptr, out_strides, angle_ptr, angle_row, H, T, factor,
+    FAST: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The pairs (c, c + N) of sums, for a head 64 rows of the first half of its channels, then of the second, turned
+    back and scaled into out [B, H, T, 2 N]."""
+    tile, b, group = program(at, tl.cdiv(T, 64), H // HEADS)
+    t = tile * 64 + tl.arange(0, 64)
+    c = tl.arange(0, N)
+    inside = (t[:, None] < T) & (c[None, :] < N)
+    cos, sin = turn(load_angle(angle_ptr, b * angle_row, t, c, T, N), FAST)
+    cos *= factor
+    sin *= factor
+    sum_at = sum_ptr + (b * H + group * HEADS) * sum_head + tile.to(tl.int64) * (128 * N)
+    out_at = tile_of(out_ptr, out_strides, b, group * HEADS, t, c)
+    kind = out_ptr.dtype.element_ty
+    for _ in range(HEADS):
+        first = held_by_threads(sum_at, N)
+        second = held_by_threads(sum_at + 64 * N, N)
+        tl.store(out_at, (first * cos + second * sin).to(kind), inside)
+        tl.store(out_at + N * out_strides[3], (second * cos - first * sin).to(kind), inside)
+        sum_at += sum_head
+        out_at += out_strides[1]
+
+
+@triton.jit
+def finish_rotated_kernel(
+    sum_ptr, sum_head, q_ptr, q_strides, q_angle_ptr, q_angle_row, H, T, q_factor,
+    k_ptr, k_strides, k_angle_ptr, k_angle_row, KEY_H, S, k_factor, programs,
+    FAST: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, BLOCK_T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """`turn_sums` into the queries' gradient, by the first `programs`, and the keys' turned back in place."""
+    at = tl.program_id(0)
+    if at < programs:
+        turn_sums(
+            at, sum_ptr, sum_head, q_ptr, q_strides, q_angle_ptr, q_angle_row, H, T, q_factor, FAST, QUERY_HEADS, N
+        )  # fmt: skip
+    else:
+        turn_pairs(
+            at - programs, k_ptr, k_strides, k_ptr, k_strides, k_angle_ptr, k_angle_row, KEY_H, S, k_factor, 2 * N, N,
+            True, FAST, KEY_HEADS, BLOCK_T, N, 0,
+        )  # fmt: skip
+
+
+class Sums(NamedTuple):
+    """A gradient `[B, H, T, 2 D]`, D = 64, as flash-attn-4 adds it up: float32, without the softmax's scale.
+
+    values is `[B, H, ...]`; a head has tiles of `rows` places, these the 64 channels of the first half by places, then
+    those of the second, both as `held_by_threads` has 64 rows.
+    """
+
+    values: Tensor
+    scale: float
+    rows: int
 
 
 def _grouped(heads: int) -> int:
@@ -314,16 +392,28 @@ def _backward_meta(x: Tensor, phased: bool) -> dict[str, int]:
 
 
 def polar_backward(
-    x: Tensor, angle: Tensor, phase: Tensor | None, kind: str, grad: Tensor, dx: Tensor, sums: Tensor | None
+    x: Tensor,
+    angle: Tensor,
+    phase: Tensor | None,
+    kind: str,
+    grad: Tensor | Sums,
+    dx: Tensor,
+    sums: Tensor | None,
 ) -> None:
     """Write the gradient of x into dx, given that of what `polar` made of it.
 
     No atomics: the gradient of the phase, `[H, D]`, is left as a sum per tile in `sums`, laid out by `phase_sums`.
     """
     meta = _backward_meta(x, phase is not None)
+    if isinstance(grad, Sums):
+        given, strides, scale = grad.values, (*grad.values.stride()[:2], 0, 0), grad.scale
+        meta |= {"HELD": grad.rows, "BLOCK_T": 16}
+    else:
+        given, strides, scale = grad, grad.stride(), 1.0
+        meta |= {"HELD": 0}
     _, heads, length, width = x.shape
     polar_backward_kernel[(_programs(x, meta["BLOCK_T"], meta["HEADS"]),)](
-        x, x.stride(), grad, grad.stride(), dx, dx.stride(), sums, (0, 0, 0) if sums is None else sums.stride()[:3],
+        x, x.stride(), given, strides, scale, dx, dx.stride(), sums, (0, 0, 0) if sums is None else sums.stride()[:3],
         angle, _row(angle), phase, heads, length, width, KIND=kind, PHASE=phase is not None, FAST=_fast(x), **meta,
     )  # fmt: skip
 
@@ -346,3 +436,21 @@ def rotate(
         BLOCK_REST=power_of_two(rest) if rest else 0, **meta,
     )  # fmt: skip
     return into
+
+
+def finish_rotated(
+    dq_sum: Tensor, scale: float, dq: Tensor, dk: Tensor, q_angle: Tensor, k_angle: Tensor, factor: float
+) -> None:
+    """`rotate` back of scale times float32 sums, into dq, and of dk in place, both of width 2 n and half precision.
+
+    dq_sum `[B, H, ...]` holds a head's sums as `turn_sums` has them, in whole blocks of 64 rows.
+    """
+    n = q_angle.shape[2]
+    heads, key_heads = _grouped(dq.shape[1]), _grouped(dk.shape[1])
+    block_t = _places(dk.shape[2], 2048, 2 * n)
+    programs = _programs(dq, 64, heads)
+    finish_rotated_kernel[(programs + _programs(dk, block_t, key_heads),)](
+        dq_sum, dq_sum.stride(1), dq, dq.stride(), q_angle, _row(q_angle), dq.shape[1], dq.shape[2], scale * factor,
+        dk, dk.stride(), k_angle, _row(k_angle), dk.shape[1], dk.shape[2], factor, programs,
+        FAST=_fast(dq), QUERY_HEADS=heads, KEY_HEADS=key_heads, BLOCK_T=block_t, N=n, num_warps=8,
+    )  # fmt: skip

@@ -68,7 +68,7 @@ def unsupported(
             return f"flash serves compute capability 9.0 here, not {capability}"
         if qk_width > 256 or v_width > 256:
             return f"flash takes widths up to 256, not {qk_width} and {v_width}"
-        return flash_obstacle("flash_attn.cute.interface")
+        return flash_obstacle("phasewise.kernels.flash")
     if capability is None or capability[0] < 9:
         return f"cudnn needs compute capability 9.0, not {capability}"
     if window is not None:

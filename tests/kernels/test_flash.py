@@ -1,0 +1,93 @@
+"""flash-attn-4's kernels, launched by ourselves, give its interface's bits; one kernel serves all lengths."""
+
+import pytest
+import torch
+
+from phasewise.kernels.packages import flash_obstacle
+from tests.kernels.separable_oracle import GPU, Case, holds
+
+MODULE = "phasewise.kernels.flash"
+runs = GPU and torch.cuda.get_device_capability()[0] == 9 and flash_obstacle(MODULE) is None
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not runs, reason="needs a Hopper GPU and flash-attn-4 of the version it is written for"
+    ),
+]
+HALF = torch.bfloat16
+
+
+def tensors(queries, keys, width, *, heads=4, group=1, rows=2):
+    generator = torch.Generator("cuda").manual_seed(queries + keys)
+
+    def normal(count, length):
+        shape = (rows, length, count, width)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=HALF).transpose(1, 2)
+
+    q, dout = normal(heads, queries), normal(heads, queries)
+    return q, normal(heads // group, keys), normal(heads // group, keys), dout
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "options"),
+    [
+        (1, 1, 64, {}),
+        (111, 111, 64, {}),
+        (1025, 1025, 64, {"group": 2}),
+        (300, 1025, 128, {"group": 4, "rows": 1}),
+        (217, 217, 96, {}),
+        (217, 217, 256, {}),
+        (513, 513, 128, {"causal": False}),
+        (777, 777, 64, {"window": 100}),
+        (300, 400, 128, {"window": 64, "causal": False, "group": 2}),
+    ],
+)
+def test_output_and_gradients_are_those_of_its_interface(queries, keys, width, options):
+    from flash_attn.cute import interface
+
+    from phasewise.kernels import flash
+
+    view = {"causal": options.pop("causal", True), "window": options.pop("window", None)}
+    q, k, v, dout = tensors(queries, keys, width, **options)
+    out, lse = flash.forward(q, k, v, scale=0.125, **view)
+    into = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+    dlse = torch.randn_like(lse) if width == 64 else None
+    flash.backward(q, k, v, out, lse, dout, dlse, into[1:], scale=0.125, **view).write(into[0])
+
+    left, right = flash._sides(**view)
+    theirs = {
+        "softmax_scale": 0.125,
+        "causal": view["causal"],
+        "window_size_left": left,
+        "window_size_right": right,
+    }
+    placewise = [x.transpose(1, 2) for x in (q, k, v, dout)]
+    expected, their_lse = interface._flash_attn_fwd(*placewise[:3], return_lse=True, **theirs)[:2]
+    grads = interface._flash_attn_bwd(
+        *placewise[:3], expected, placewise[3], their_lse, deterministic=True, dlse=dlse, **theirs
+    )
+    assert torch.equal(out.transpose(1, 2), expected)
+    assert torch.equal(lse, their_lse)
+    for mine, right in zip(into, grads, strict=True):
+        assert torch.equal(mine.transpose(1, 2), right)
+
+
+CASES = [
+    Case(length, length, width=64, v_width=64, preparation=preparation, dtype=HALF, body="flash")
+    for length in (1, 2, 15, 111, 1023)
+    for preparation in ("rope", "softplus", "none")
+] + [
+    Case(
+        513, 513, width=64, v_width=64, heads=4, group=2, rows=2, preparation="rope", dtype=HALF, body="flash"
+    ),
+    Case(217, 63, width=64, v_width=64, preparation="rope", dtype=HALF, body="flash"),
+    Case(63, 217, width=128, v_width=128, preparation="rope", dtype=torch.float16, body="flash"),
+    Case(217, 217, width=96, v_width=64, preparation="softplus", dtype=HALF, body="flash"),
+    Case(217, 63, width=64, v_width=64, preparation="softplus", dtype=HALF, body="flash"),
+    Case(217, 217, width=24, v_width=40, preparation="rope", dtype=HALF, body="flash"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_length_is_within_twice_the_eager_error(case):
+    holds(case)
