@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.kernels import separable, tiles
@@ -179,10 +180,30 @@ def test_compiles_whole_with_dynamic_lengths():
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("case", [Case(9, 9, preparation="softplus"), Case(9, 12, window=5)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(9, 9, preparation="softplus"), Case(9, 9, preparation="rope"), Case(9, 12, window=5)],
+    ids=str,
+)
 def test_operator_passes_opcheck(case):
     results = torch.library.opcheck(operator, operator_arguments(case))
     assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("preparation", ["rope", "softplus"])
+def test_recomputation_gives_the_same_gradients(preparation):
+    case = Case(17, 17, preparation=preparation, width=8, v_width=8)
+    inputs = inputs_of(case)
+    found = []
+    for recompute in (False, True):
+        leaves = {name: x.detach().requires_grad_() for name, x in inputs.tensors.items()}
+
+        def run(leaves: dict[str, Tensor] = leaves) -> Tensor:
+            return call(case, inputs, leaves)[0]
+
+        out = checkpoint(run, use_reentrant=False) if recompute else run()
+        found.append(torch.autograd.grad(out, list(leaves.values()), inputs.dout))
+    assert all(torch.equal(plain, again) for plain, again in zip(*found, strict=True))
 
 
 def test_second_order_gradients_raise():
