@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "phasewise"
 NEEDS = {
     "phasewise.hf": "transformers",
     "phasewise.kernels": "triton",
+    "phasewise.kernels.flash": "flash_attn",
     "phasewise.kernels.tapa_flash": "flash_attn",
 }
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))]
