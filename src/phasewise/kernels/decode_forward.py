@@ -4,7 +4,8 @@ Letters: B batch, H query heads, G key heads, T queries, S keys, D and V widths,
 meet one key head are the rows of one tile; the keys are split over programs, whose parts a second kernel adds up.
 
 Turning keys is cheap because an angle relative to its tile's first key is the same in every tile: cosines and sines
-of these are made once a program, and each tile turns the queries back by the angle of its first key instead.
+of these are made once a program, and the queries are turned back from tile to tile instead. Places that do not go on
+by ones (padding apart) get cosines and sines of their own.
 """
 
 import math
@@ -35,7 +36,8 @@ KERNELS = {
 
 TURN: tl.constexpr = tl.constexpr(2 * math.pi)
 PER_TURN: tl.constexpr = tl.constexpr(0.5 / math.pi)
-NOWHERE: tl.constexpr = tl.constexpr(-(1 << 62))
+SCAN: tl.constexpr = tl.constexpr(2048)
+MOST_TILES = 512  # a program: in half precision each adds 6e-8 to an angle, so 3e-5 in all
 
 
 @triton.jit
@@ -54,14 +56,55 @@ def load_part(at, column_stride, inside, first, WIDTH: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def product(x, y):
+    """x y in half precision, two at a time."""
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }", "=r,r,r", [x, y],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
 def pair(x, y, cos, sin, KIND: tl.constexpr, FAST: tl.constexpr):
-    """What is turned, as two parts in float32: RoPE's pairs (x, y), or PoPE's magnitude of x."""
+    """What is turned, as two parts: RoPE's pairs (x, y), or PoPE's magnitude of x times cosines and sines.
+
+    In half precision when PoPE's cosines are: two roundings more, and half the multiplications.
+    """
     if KIND == "rope":
         x, y = x.to(tl.float32), y.to(tl.float32)
         return x * cos - y * sin, y * cos + x * sin
     else:
         size, _ = magnitude(x.to(tl.float32), KIND, FAST)
-        return size * cos, size * sin
+        if cos.dtype == tl.float32:
+            return size * cos, size * sin
+        else:
+            size = size.to(cos.dtype)
+            return product(size, cos), product(size, sin)
+
+
+@triton.jit
+def turned_back(x, y, cos, sin):
+    """The pairs (x, y) of rows of queries turned back by the angles of one place."""
+    return x * cos[None, :] + y * sin[None, :], y * cos[None, :] - x * sin[None, :]
+
+
+@triton.jit
+def steady_shift(index_ptr, segment_ptr, row, first, last, BLOCK: tl.constexpr):
+    """Whether places go on by ones in `[first, last)`, padding apart, and how far they are from 0, 1, 2, ..."""
+    n = tl.arange(0, BLOCK)
+    low = tl.full([BLOCK], 1 << 62, tl.int64)
+    high = tl.full([BLOCK], -(1 << 62), tl.int64)
+    for start in range(first, last, BLOCK):
+        j, segment = load_places(index_ptr, segment_ptr, row, start + n, last, 0, True)
+        low = tl.minimum(low, tl.where(segment >= 0, j - (start + n), low))
+        high = tl.maximum(high, tl.where(segment >= 0, j - (start + n), high))
+    lowest, highest = tl.min(low), tl.max(high)
+    return lowest >= highest, tl.where(lowest <= highest, lowest, 0)
 
 
 @triton.jit(do_not_specialize=["rows", "S", "low", "window", "splits"])
@@ -91,6 +134,9 @@ def decode_kernel(
     t = m % T
     i, i_segment = load_places(q_index_ptr, q_segment_ptr, b * q_row_stride, t, T, S - T, PLACED)
     i_segment = tl.where(real, i_segment, -1)
+    furthest = tl.where(real, i, -1)
+    first = low + split * chunk
+    last = tl.minimum(first + chunk, S)
     q_at = q_ptr + b * q_strides[0] + h.to(tl.int64) * q_strides[1] + t.to(tl.int64) * q_strides[2]
     x = load_part(q_at, q_strides[3], real, 0, FIRST, BLOCK_FIRST)
     y = x
@@ -103,18 +149,26 @@ def decode_kernel(
     if TURNED:
         c = tl.arange(0, BLOCK_FIRST)
         rates = tl.load(rate_ptr + c, c < FIRST, other=0.0)
-        q_cos, q_sin = turns(i[:, None], rates[None, :], FAST)
+        origin = first
+        steady = True
+        if PLACED:
+            steady, shift = steady_shift(k_index_ptr, k_segment_ptr, b * k_row_stride, first, last, SCAN)
+            origin = tl.where(steady, first + shift, 0)
+        q_cos, q_sin = turns((i - origin)[:, None], rates[None, :], FAST)
         if PHASE:
             phases = tl.load(
                 phase_ptr + h[:, None] * FIRST + c[None, :], real[:, None] & (c < FIRST)[None, :], other=0.0
             )
-            phase_cos, phase_sin = tl.cos(phases), tl.sin(phases)
+            phase_cos, phase_sin = turns(phases.to(tl.float64), 1.0, FAST)
             q_cos, q_sin = q_cos * phase_cos + q_sin * phase_sin, q_sin * phase_cos - q_cos * phase_sin
         x, y = pair(x, y, q_cos, q_sin, KIND, FAST)
         inside = real[:, None] & (c < FIRST)[None, :]
         x, y = tl.where(inside, x * factor, 0.0), tl.where(inside, y * factor, 0.0)
-        held = n.to(tl.int64)
-        cos, sin = turns(held[:, None], rates[None, :], FAST)
+        x1, x2 = x, y
+        cos, sin = turns(n[:, None], rates[None, :], FAST)
+        step_cos, step_sin = turns(tl.where(steady, BLOCK_N, 0), rates, FAST)
+        if FAST and KIND != "rope":
+            cos, sin = cos.to(dtype), sin.to(dtype)
     if SLOPED:
         slopes = tl.load(slope_ptr + h, real, other=0.0) * LOG2E
 
@@ -122,10 +176,9 @@ def decode_kernel(
     # Summed over a row at the end alone, since that takes all warps.
     totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    first = low + split * chunk
     k_ptr += b * k_strides[0] + group.to(tl.int64) * k_strides[1]
     v_ptr += b * v_strides[0] + group.to(tl.int64) * v_strides[1]
-    for first_n in tl.range(first, tl.minimum(first + chunk, S), BLOCK_N, num_stages=STAGES):
+    for first_n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         inside_n = first_n + n < S
         at = first_n + n.to(tl.int64)
         k_at = k_ptr + at * k_strides[2]
@@ -135,31 +188,29 @@ def decode_kernel(
             k2 = load_part(k_at, k_strides[3], inside_n, FIRST, SECOND, BLOCK_SECOND)
         v = load_part(v_ptr + at * v_strides[2], v_strides[3], inside_n, 0, V, BLOCK_V)
         j, j_segment = load_places(k_index_ptr, k_segment_ptr, b * k_row_stride, first_n + n, S, 0, PLACED)
-        x1, x2 = x, y
         if TURNED:
-            base = first_n
-            if PLACED:
-                placed = j_segment >= 0
-                base = tl.max(tl.where(placed, j - n, NOWHERE))
-                base = tl.where(base == NOWHERE, 0, base)
-                offset = tl.where(placed, j - base, held)
-                # Places that go on by ones have the offsets of the tile before.
-                if tl.max((offset != held).to(tl.int32)) > 0:
-                    held = offset
-                    cos, sin = turns(offset[:, None], rates[None, :], FAST)
+            if not steady:
+                offset = tl.where(j_segment >= 0, j - origin, 0)
+                cos_n, sin_n = turns(offset[:, None], rates[None, :], FAST)
+                cos, sin = cos_n.to(cos.dtype), sin_n.to(sin.dtype)
             k1, k2 = pair(k1, k2, cos, sin, KIND, FAST)
-            base_cos, base_sin = turns(base, rates, FAST)
-            x1 = x * base_cos[None, :] + y * base_sin[None, :]
-            x2 = y * base_cos[None, :] - x * base_sin[None, :]
+            if steady & (not FAST):
+                base_cos, base_sin = turns(first_n - first, rates, FAST)
+                x1, x2 = turned_back(x, y, base_cos, base_sin)
+        else:
+            x1, x2 = x, y
         scores = tl.dot(x1.to(dtype), k1.to(dtype).T, input_precision="ieee")
         if TURNED:
             scores = tl.dot(x2.to(dtype), k2.to(dtype).T, scores, input_precision="ieee")
         if REST > 0:
             k3 = load_part(k_at, k_strides[3], inside_n, FIRST + SECOND, REST, BLOCK_REST)
             scores = tl.dot(rest, k3.T, scores, input_precision="ieee")
-        seen = visible(
-            i[:, None], i_segment[:, None], j[None, :], j_segment[None, :], window, CAUSAL, WINDOWED
-        )
+        if PLACED or WINDOWED or not CAUSAL:
+            seen = visible(
+                i[:, None], i_segment[:, None], j[None, :], j_segment[None, :], window, CAUSAL, WINDOWED
+            )
+        else:
+            seen = j[None, :] <= furthest[:, None]
         if JOINT or SLOPED:
             gap = distance(i if PLACED else i - first_n, j if PLACED else n)
         if JOINT:
@@ -177,6 +228,9 @@ def decode_kernel(
         totals = totals * fade[:, None] + weights
         mixed = tl.dot(weights.to(dtype), v, mixed * fade[:, None], input_precision="ieee")
         top = higher
+        if TURNED and FAST:
+            # Not steady, queries stay where they are, and keys are turned from there.
+            x1, x2 = turned_back(x1, x2, step_cos, step_sin)
 
     total = tl.sum(totals, 1)
     empty = total == 0.0
@@ -226,7 +280,7 @@ def tiles_each(tiles: int, programs: int, room: int) -> int:
     256
     """
     splits = max(1, min(room // programs, tiles))
-    return -(-tiles // splits)
+    return min(-(-tiles // splits), MOST_TILES)
 
 
 def multiprocessors(device: torch.device) -> int:
