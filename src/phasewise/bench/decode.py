@@ -1,9 +1,9 @@
 """What decoding costs on this GPU: `phasewise bench decode --out results/attention/decode-h200.json`.
 
 One query a row against caches of raw keys, 8 rows, 32 query and 8 key heads: first the gate (outputs against the
-float64 reference), then times, and bytes of keys and values a second as a share of what copying moves in the same
-run. Beside ours: the kernels for many queries, which prepare every key anew at each step, and torch's and
-flash-attn-4's attention on keys that were rotated before.
+float64 reference), then times, and bytes of keys and values a second as a share of what copying reads and writes in
+the same run. Then, again beside ours, what others need: the kernels for many queries, which prepare every key anew at
+each step, and torch's and flash-attn-4's attention on keys that were rotated before.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from phasewise.attention import attention
 from phasewise.bench.subjects import installed
 from phasewise.bench.timing import side_by_side
+from phasewise.bench.tune import Row, Subject, best, write
 from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
 from phasewise.fused import BODIES, Body, Call, Hardware, fused, obstacle
 from phasewise.kernels import separable
@@ -29,11 +30,11 @@ from phasewise.reference import reference
 
 ROWS, HEADS, KEY_HEADS = 8, 32, 8
 GATE_LENGTH = 1000
-COPY = "copy"
+Inputs = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def draw(width: int, length: int, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
+def draw(width: int, length: int, rows: int = ROWS) -> Inputs:
     """bf16 q `[rows, 32, 1, width]`, and k and v `[rows, 8, length, width]` as a cache holds them."""
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(rows, HEADS, 1, width)] + [(rows, KEY_HEADS, length, width)] * 2
@@ -41,8 +42,8 @@ def draw(width: int, length: int, rows: int = ROWS) -> tuple[Tensor, Tensor, Ten
     return q, k, v
 
 
-def subjects(width: int) -> Iterator[tuple[str, Encoding, Run]]:
-    """A name, the encoding that is computed, and the attention of its one query."""
+def ours(width: int) -> dict[str, tuple[Encoding, Run]]:
+    """Each encoding with the attention of one query by our kernel."""
     torch.manual_seed(0)
     encodings: dict[str, Encoding] = {
         "nope": NoPE(),
@@ -50,14 +51,21 @@ def subjects(width: int) -> Iterator[tuple[str, Encoding, Run]]:
         "pope": PoPE(num_heads=HEADS, head_dim=width, phase_init="uniform"),
         "tapa": TAPA(head_dim=width, alpha=0.1),
     }
-    for name, encoding in encodings.items():
-        yield name, encoding.cuda(), partial(_ours, encoding)
-    for name, encoding in encodings.items():
-        yield f"{name}, prepared at each step", encoding, partial(_prepared, encoding)
-    yield "sdpa on rotated keys", NoPE(), partial(scaled_dot_product_attention, enable_gqa=True)
+    return {name: (encoding, partial(_ours, encoding.cuda())) for name, encoding in encodings.items()}
+
+
+def others(width: int) -> dict[str, tuple[Encoding, Run]]:
+    """What computes the same by other means, for `ours` to be measured beside."""
+    found: dict[str, tuple[Encoding, Run]] = {
+        f"{name}, keys prepared at each step": (encoding, partial(_prepared, encoding))
+        for name, (encoding, _) in ours(width).items()
+        if name != "nope"
+    }
+    found["sdpa on rotated keys"] = NoPE(), partial(scaled_dot_product_attention, enable_gqa=True)
     if installed("flash-attn-4"):
         plain = partial(separable.attend, scale=width**-0.5, causal=True, window=None, body="flash")
-        yield "flash-attn-4 on rotated keys", NoPE(), lambda q, k, v: plain(q, k, v)[0]
+        found["flash-attn-4 on rotated keys"] = NoPE(), lambda q, k, v: plain(q, k, v)[0]
+    return found
 
 
 def _ours(encoding: Encoding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -81,23 +89,70 @@ def gate(name: str, encoding: Encoding, run: Run, width: int) -> float:
     return error
 
 
-def measure(width: int, length: int) -> list[dict[str, object]]:
-    """One row per subject at a width and a number of keys, and one of copying as many bytes."""
+def measure(subjects: dict[str, tuple[Encoding, Run]], width: int, length: int) -> list[dict[str, object]]:
+    """One row per subject at a width and a number of keys, and one for each way of copying the keys."""
     q, k, v = draw(width, length)
-    moved = (k.numel() + v.numel()) * k.element_size()
     target = torch.empty_like(k)
-    calls: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(k)}
-    for name, _, run in subjects(width):
-        calls[name] = partial(run, q, k, v)
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(k),
+        "copy by a kernel": lambda: torch.neg(k, out=target),
+    }
+    copying = tuple(calls)
+    calls |= {name: partial(run, q, k, v) for name, (_, run) in subjects.items()}
     times = side_by_side(calls)
-    copied = moved / times[COPY].median / 1e6
+    moved = 2 * k.numel() * k.element_size()  # keys and values read, or keys read and written
+    rates = {name: moved / took.median / 1e6 for name, took in times.items()}
+    best = max(rates[name] for name in copying)
     return [
         {
-            "subject": name, "width": width, "keys": length, "ms": asdict(took),
-            "gb_per_s": moved / took.median / 1e6, "share_of_copy": moved / took.median / 1e6 / copied,
+            "subject": name, "width": width, "keys": length, "ms": asdict(took), "gb_per_s": rates[name],
+            "share_of_copy": rates[name] / best,
         }
         for name, took in times.items()
     ]  # fmt: skip
+
+
+def tune(names: Sequence[str], widths: Sequence[int], keys: int) -> list[Row]:
+    """Rewrite this GPU's rows of the launch table for kernels `decode.NAME`, by times with so many keys."""
+    written = []
+    for width in widths:
+        tensors = draw(width, keys)
+        for name in names:
+            _, run = ours(width)["nope" if name == "plain" else name]
+
+            def attend(run: Run = run, tensors: Inputs = tensors) -> tuple[Tensor]:
+                return (run(*tensors),)
+
+            row = best(Subject(f"decode.{name}", width, width, attend), torch.bfloat16, candidates())
+            if row is not None:
+                written += [row, {**row, "dtype": "float16"}]
+    for row in written:
+        write(row)
+    return written
+
+
+def candidates() -> Iterator[dict[str, int]]:
+    """Tiles and registers, each with several numbers of programs for a multiprocessor.
+
+    >>> sum(1 for _ in candidates())
+    18
+    """
+    for block, warps, registers in (
+        (64, 4, 168),
+        (64, 4, 128),
+        (128, 8, 128),
+        (64, 8, 128),
+        (32, 4, 168),
+        (32, 4, 255),
+    ):
+        for programs in (2, 3, 4):
+            yield {
+                "BLOCK_N": block,
+                "PROGRAMS": programs,
+                "STAGES": 3,
+                "num_warps": warps,
+                "maxnreg": registers,
+            }
 
 
 @torch.no_grad()
@@ -106,37 +161,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the record, a JSON file")
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--keys", type=int, nargs="+", default=[4096, 16_384, 65_536])
+    parser.add_argument(
+        "--tune", nargs="+", choices=["plain", "rope", "pope", "tapa"], default=[],
+        help="first rewrite these kernels' rows of the launch table for this GPU",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise ValueError(
             "decoding is measured on a CUDA device and there is none; `phasewise bench cpu` needs none"
         )
-    errors = {
-        f"{name} {width}": gate(name, encoding, run, width)
-        for width in options.widths
-        for name, encoding, run in subjects(width)
-    }
-    print(f"gate: {len(errors)} implementations within bounds")
+    tuned = tune(options.tune, options.widths, max(options.keys))
     recipe = {
         "what": "attention of one query a row, bfloat16, encodings' own work included",
         "rows": ROWS, "heads": HEADS, "key_heads": KEY_HEADS, "seed": 0, "widths": options.widths, "keys": options.keys,
+        "tuned": tuned,
         "samples": "3 rounds of 7 replays of a CUDA graph, all subjects in turn",
-        "bytes": "keys and values once, raw; copying reads and writes as many in all",
+        "bytes": "keys and values once, raw; copying reads and writes as many in all, the faster of two ways",
     }  # fmt: skip
     table: list[dict[str, object]] = []
-    for width in options.widths:
-        for length in options.keys:
-            rows = measure(width, length)
-            table += rows
-            for row in rows:
-                print(_line(row), flush=True)
-            record(options.out, recipe=recipe, values={"gate": errors, "times": table}, device="cuda")
+    errors: dict[str, float] = {}
+    for drawn in (ours, others):
+        for width in options.widths:
+            subjects = drawn(width)
+            for name, (encoding, run) in subjects.items():
+                errors[f"{name} {width}"] = gate(name, encoding, run, width)
+            for length in options.keys:
+                rows = measure(subjects, width, length)
+                table += rows
+                for row in rows:
+                    print(_line(row), flush=True)
+                record(options.out, recipe=recipe, values={"gate": errors, "times": table}, device="cuda")
+    print(f"gate: {len(errors)} implementations within bounds")
     return 0
 
 
 def _line(row: dict) -> str:
     return (
-        f"{row['width']:4d} {row['keys']:6d} {row['subject']:28s} {row['ms']['median'] * 1e3:9.1f} us "
+        f"{row['width']:4d} {row['keys']:6d} {row['subject']:34s} {row['ms']['median'] * 1e3:9.1f} us "
         f"{row['gb_per_s']:6.0f} GB/s {row['share_of_copy']:5.2f} of copying"
     )
 
