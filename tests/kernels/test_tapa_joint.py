@@ -8,7 +8,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from phasewise.kernels import tapa, tapa_backward, tapa_joint  # noqa: E402
+from phasewise.kernels import tapa, tapa_backward, tapa_joint, tapa_turns  # noqa: E402
 from phasewise.kernels.tapa_score import Score  # noqa: E402
 from tests.kernels.test_tapa import DEVICE, GPU, definition, float32_definition, inputs  # noqa: E402
 
@@ -21,14 +21,14 @@ SCORE = Score(amplitude_dim=32, scale=1.0, unit=1.0, linear=False, causal=True, 
 @pytest.mark.parametrize(("heads", "together"), [(1, 1), (1, 512), (7, 3), (6, 3), (2, 16)])
 def test_programs_one_after_another_never_wait(monkeypatch, length, block_m, block_n, heads, together):
     """The least that a device grants: a program that has begun is run, in whatever order programs begin."""
-    monkeypatch.setattr(tapa_joint.gl, "minimum", min)
+    monkeypatch.setattr(tapa_turns.gl, "minimum", min)
     key_tiles = triton.cdiv(length, block_n)
     starts = range(0, length, block_m)
     turns = {(head, m): 0 for head in range(heads) for m in starts}
     for ticket in range(heads * key_tiles):
-        head, tile = tapa_joint.work_of.fn(ticket, heads, together, key_tiles)
+        head, tile = tapa_turns.work_of.fn(ticket, heads, together, key_tiles)
         for m in range(tile * block_n, length, block_m):
-            turn = tapa_joint.turn_of.fn(tile, m, block_n)
+            turn = tapa_turns.turn_of.fn(tile, m, block_n)
             assert turns[head, m] == turn
             turns[head, m] = turn + 1
     assert turns == {(head, m): m // block_n + 1 for head in range(heads) for m in starts}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import capability, on_its_device
+from phasewise.kernels.operators import differentiable
 from phasewise.kernels.packages import flash_obstacle
 
 Body = Literal["triton", "flash"]
@@ -232,5 +233,7 @@ def _no_second_gradient(*_):
     )
 
 
-torch.library.register_autograd("phasewise::tapa", _backward, setup_context=_setup)
-torch.library.register_autograd("phasewise::tapa_backward", _no_second_gradient)
+differentiable(torch.ops.phasewise.tapa.default, _backward, _setup)
+differentiable(
+    torch.ops.phasewise.tapa_backward.default, _no_second_gradient, lambda ctx, inputs, output: None
+)

@@ -1,9 +1,9 @@
 """TAPA attention, backward in one pass: each score is made once and gives all three gradients.
 
 A program owns a tile of keys and walks over the queries that see it. Its warps have three roles: one loads tiles of
-queries ahead, one adds to the gradient of the queries, the others compute. That gradient is summed in float32 in an
-order that never varies: of the programs that add to one tile of queries those of later keys come first, and each
-waits for its turn. Programs take their keys by ticket, later keys first, so whoever is waited for has begun.
+queries ahead, two add to the gradient of the queries (tapa_turns.py), the others compute. For keys and queries at
+consecutive places the distance power is a function of their difference alone, so it comes from a table, of which a
+thread's part of a tile reads one pair of entries for every diagonal of 8 x 8 blocks.
 
 For as many queries as keys, causal, without window or positions, in half precision, with the quadratic phase, on
 compute capability 9. Letters and conventions of tapa_score.py, level and twist as in tapa_backward.py; tiles of
@@ -17,10 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -30,17 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phasewise.kernels.tapa_score import (
-    Score,
-    cosine,
-    distance,
-    far_above,
-    power,
-    power_series,
-    series_reach,
-    sine,
-    store_tile,
-)
+from phasewise.kernels.tapa_score import BEFORE, Score, cosine, power_table, sine, store_tile
+from phasewise.kernels.tapa_turns import add_query_grads, work_of
 from phasewise.kernels.tiles import LOG2E, UNSEEN, describe
 
 SPACING = 1024  # tiles of queries walked over side by side, so that whoever is waited for is some steps ahead
@@ -79,111 +68,52 @@ def load_queries(sources, buffers, full, ready, batch, head, heads, low, count, 
             tma.async_copy_global_to_shared(sources[part], at, arrived, buffers[part].index(stage))
 
 
-@gluon.jit
-def work_of(ticket, heads, together, key_tiles):
-    """Key head and tile of keys of a program: `together` heads at once, in each of them the last tile first.
-
-    Neighbouring tiles of one head begin apart, so that the one that is waited for has come further.
-    """
-    first = ticket // (together * key_tiles) * together
-    rest = ticket - first * key_tiles
-    members = gl.minimum(together, heads - first)
-    return first + rest % members, key_tiles - 1 - rest // members
-
-
-@gluon.jit
-def turn_of(tile, m, BLOCK_N: gl.constexpr):
-    """How many tiles of keys, the later ones, add to the tile of queries at m before this one."""
-    return m // BLOCK_N - tile
+@gluon.constexpr_function
+def power_loads(elements):
+    """PTX that loads a thread's powers: of rows 8 apart and pairs of columns 8 apart, a pair for each diagonal."""
+    diagonals = elements // 4 + 1
+    lines = [f"{{ .reg .f32 power<{2 * diagonals}>;"]
+    for x in range(diagonals):
+        pair = f"{{power{2 * x + 1}, power{2 * x}}}"
+        lines.append(f"ld.global.nc.v2.f32 {pair}, [${elements} + {8 * 8 * (x - 1)}];")
+    for element in range(elements):
+        column, row, block = element % 2, element // 2 % 2, element // 4
+        lines.append(f"mov.f32 ${element}, power{2 * (block - row + 1) + column};")
+    return "\n".join([*lines, "}"])
 
 
-@gluon.jit
-def await_turn(ptr, turn):
-    """Waits until the count at ptr has come to `turn`; what was added before is then there."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred reached;
-        .reg .s32 count;
-        ld.acquire.gpu.global.s32 count, [$1];
-        setp.ge.s32 reached, count, $2;
-        @reached bra done;
-        again:
-        ld.relaxed.gpu.global.s32 count, [$1];
-        setp.ge.s32 reached, count, $2;
-        @!reached bra again;
-        fence.acq_rel.gpu;
-        done:
-        mov.s32 $0, count;
-        }""",
-        "=r,l,r", [ptr, turn], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+@gluon.constexpr_function
+def power_operands(elements):
+    """Constraints of `power_loads`: the powers and as many addresses, of which it reads the first."""
+    return ",".join(["=f"] * elements + ["l"] * elements)
 
 
 @gluon.jit
-def end_turn(ptr, turn):
-    """Sets the count at ptr once all that this warp has added is there."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .u32 lane;
-        cp.async.bulk.wait_group 0;
-        bar.warp.sync 0xffffffff;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        @first st.release.gpu.global.s32 [$1], $2;
-        mov.u32 $0, lane;
-        }""",
-        "=r,l,r", [ptr, turn], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@builtin
-def begin_adding(descriptor, coordinates, source, _semantic=None):
-    """Begins to add a tile in shared memory to one in memory; Gluon has no name for it of its own."""
-    handles = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, handles, source.handle)
-
-
-@gluon.jit
-def add_query_grads(
-    sums, turn_ptr, grads, ready, free, first_tile, tiles, tile, low, count,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Adds the program's part of the gradients by q_A and q_P, tile by tile, each in its turn."""
-    STAGES: gl.constexpr = grads[0].shape[0]
-    for step in range(GROUP * count):
-        member = step // count
-        m = low + (step - member * count) * BLOCK_M
-        at = first_tile + member * tiles + m // BLOCK_M
-        turn = turn_of(tile, m, BLOCK_N)
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), step // STAGES & 1)
-        await_turn(turn_ptr + at, turn)
-        begin_adding(sums[0], [at * sums[0].block_type.shape[0], 0], grads[0].index(stage))
-        begin_adding(sums[1], [at * sums[1].block_type.shape[0], 0], grads[1].index(stage))
-        tma.store_wait(0)
-        mbarrier.arrive(free.index(stage))
-        end_turn(turn_ptr + at, turn + 1)
+def strengths(table_ptr, j, i):
+    """unit |i - j|^alpha of a tile of consecutive places, from the table, where there is a distance i - j."""
+    ELEMENTS: gl.constexpr = j.shape[0] * i.shape[0] // (32 * gl.num_warps())
+    pairs = table_ptr + (i[None, :] - j[:, None] + 1)
+    return gl.inline_asm_elementwise(
+        power_loads(ELEMENTS),
+        power_operands(ELEMENTS),
+        [pairs],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=ELEMENTS,
+    )
 
 
 @gluon.jit
 def score_gradients(
-    amplitude, phase, upstream, lse, delta, rows, scale_log2, alpha, unit, dtype: gl.constexpr, FAR: gl.constexpr
+    amplitude, phase, upstream, strength, lse, delta, j, i, scale_log2, dtype: gl.constexpr, FAR: gl.constexpr
 ):  # fmt: skip
-    """Softmax weights, level and twist of a tile whose first query is at place 0 and whose keys are at `rows`."""
-    COLUMNS: gl.constexpr = amplitude.shape[1]
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, amplitude.type.layout))
-    if FAR:
-        strength = power_series(rows, columns, COLUMNS // 2, COLUMNS / 2, alpha, unit, True)
-    else:
-        seen = rows[:, None] <= columns[None, :]
-        strength = gl.where(seen, power(distance(rows, columns), alpha, unit, True), 0.0)
-        amplitude = gl.where(seen, amplitude, UNSEEN)
+    """Softmax weights, level and twist of a tile; FAR: every key is seen."""
+    if not FAR:
+        amplitude = gl.where(j[:, None] <= i[None, :], amplitude, UNSEEN)
     angle = phase * strength
     wave = cosine(angle, True)
-    weights = tl.exp2(amplitude * wave * scale_log2 - lse)
-    slope = weights * (upstream - delta)
+    weights = gl.exp2(amplitude * wave * scale_log2 - lse[None, :])
+    slope = weights * (upstream - delta[None, :])
     twist = (slope * amplitude) * (sine(angle, True) * strength)
     return weights.to(dtype), (slope * wave).to(dtype), twist.to(dtype)
 
@@ -196,10 +126,10 @@ def unknown_zero(step):
 
 @gluon.jit
 def tile_gradients(
-    step, m, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j, scale_log2, alpha, unit,
+    step, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j, i, scale_log2, table_ptr,
     FAR: gl.constexpr, Q_A_LAYOUT: gl.constexpr, Q_P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of queries to the gradients by k_A, k_P and v; hands on what it has of those by q_A and q_P."""
+    """Adds the queries i to the gradients by k_A, k_P and v of the keys j; hands on theirs by q_A and q_P."""
     zero = unknown_zero(step)
     k_a = tile_in(key_buffers[0], zero)
     k_p = tile_in(key_buffers[1], zero)
@@ -218,6 +148,7 @@ def tile_gradients(
     q_a = tile_in(buffers[0], stage)
     q_p = tile_in(buffers[1], stage)
     above = tile_in(buffers[2], stage)
+    strength = strengths(table_ptr, j, i)
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     amplitude = warpgroup_mma(k_a, q_a.permute([1, 0]), zeros, use_acc=False, is_async=True)
     phase = warpgroup_mma(k_p, q_p.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -226,7 +157,7 @@ def tile_gradients(
     lse = buffers[3].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, LAYOUT))
     delta = buffers[4].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, LAYOUT))
     weights, level, twist = score_gradients(
-        amplitude, phase, upstream, lse[None, :], delta[None, :], j - m, scale_log2, alpha, unit, dtype, FAR
+        amplitude, phase, upstream, strength, lse, delta, j, i, scale_log2, dtype, FAR
     )
     level_tile.store(level)
     twist_tile.store(twist)
@@ -271,9 +202,9 @@ def store_rows(ptr, strides, b, h, first_row, first_column, length, values, fact
 @gluon.jit
 def key_gradients(
     grad_k_ptr, k_strides, grad_v_ptr, v_strides, sources, key_buffers, loaded, buffers, scores, grads, barriers,
-    batch, group, first_n, low, near, count, T, scale, alpha, unit, GROUP: gl.constexpr,
+    batch, group, first_n, near, count, T, scale, table_ptr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values, summed over the query heads of a group; near query tiles first."""
+    """Gradients of a tile of keys and values, summed over the query heads of a group; the diagonal first."""
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_M: gl.constexpr = buffers[0].shape[3]
     BLOCK_N: gl.constexpr = sources[0].block_type.shape[2]
@@ -292,9 +223,9 @@ def key_gradients(
     for part in gl.static_range(3):
         at = [batch, group, first_n, 0]
         tma.async_copy_global_to_shared(sources[part], at, loaded, key_buffers[part].index(0))
-    j = first_n + gl.arange(
-        0, BLOCK_N, layout=gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16]))
-    )
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    j = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
+    i = first_n + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     by_k_a = gl.zeros([BLOCK_N, A], gl.float32, layout=BY_A)
     by_k_p = gl.zeros([BLOCK_N, P], gl.float32, layout=BY_P)
     by_v = gl.zeros([BLOCK_N, V], gl.float32, layout=BY_V)
@@ -303,13 +234,13 @@ def key_gradients(
     for member in range(GROUP):
         for t in range(0, near):
             by_k_a, by_k_p, by_v = tile_gradients(
-                member * count + t, low + t * BLOCK_M, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads,
-                barriers, j, scale_log2, alpha, unit, False, Q_A, Q_P,
+                member * count + t, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j,
+                i + t * BLOCK_M, scale_log2, table_ptr, False, Q_A, Q_P,
             )  # fmt: skip
         for t in range(near, count):
             by_k_a, by_k_p, by_v = tile_gradients(
-                member * count + t, low + t * BLOCK_M, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads,
-                barriers, j, scale_log2, alpha, unit, True, Q_A, Q_P,
+                member * count + t, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j,
+                i + t * BLOCK_M, scale_log2, table_ptr, True, Q_A, Q_P,
             )  # fmt: skip
     store_rows(grad_k_ptr, k_strides, batch, group, first_n, 0, T, by_k_a, scale)
     store_rows(grad_k_ptr, k_strides, batch, group, first_n, A, T, by_k_p, -scale)
@@ -319,10 +250,10 @@ def key_gradients(
 @gluon.jit
 def joint_kernel(
     grad_k_ptr, k_strides, grad_v_ptr, v_strides, sum_a, sum_p, turn_ptr, q_a, q_p, k_a, k_p, v, above, lse, delta,
-    alpha_ptr, G, T, tiles, together, scale, unit,
+    table_ptr, G, T, tiles, together, scale,
     GROUP: gl.constexpr, STAGES: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of k and v, and the unscaled ones by q_A and q_P in the order of tiles. turn_ptr: all zeros."""
+    """Gradients of k and v, and the unscaled ones by q_A and q_P in the order of tiles; turn_ptr: all zeros."""
     dtype: gl.constexpr = k_a.dtype
     BLOCK_M: gl.constexpr = q_a.block_type.shape[2]
     BLOCK_N: gl.constexpr = k_a.block_type.shape[2]
@@ -336,9 +267,7 @@ def joint_kernel(
     group = key_head % G
     first_n = tile * BLOCK_N
     count = gl.cdiv(T - first_n, BLOCK_M)
-    alpha = gl.load(alpha_ptr)
-    far = far_above(first_n + BLOCK_N - 1, series_reach(alpha), 0, BLOCK_M)
-    near = gl.minimum(gl.cdiv(gl.maximum(far - first_n, 0), BLOCK_M), count)
+    near = gl.minimum(BLOCK_N // BLOCK_M, count)
 
     key_buffers = (
         gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, A], k_a.layout),
@@ -380,23 +309,27 @@ def joint_kernel(
 
     head = group * GROUP
     first_tile = (batch * G * GROUP + head) * tiles
+    turns = turn_ptr + 1
     gl.warp_specialize(
         [
             (key_gradients, (
                 grad_k_ptr, k_strides, grad_v_ptr, v_strides, (k_a, k_p, v), key_buffers, loaded, buffers, scores,
-                grads, (full, ready, free), batch, group, first_n, first_n, near, count, T, scale, alpha, unit,
-                GROUP,
+                grads, (full, ready, free), batch, group, first_n, near, count, T, scale, table_ptr, GROUP,
             )),
             (load_queries, (
                 (q_a, q_p, above, lse, delta), buffers, full, ready, batch, head, G * GROUP, first_n, count, GROUP,
             )),
             (add_query_grads, (
-                (sum_a, sum_p), turn_ptr + 1, grads, ready, free, first_tile, tiles, tile, first_n, count,
-                BLOCK_M, BLOCK_N, GROUP,
+                (sum_a, sum_p), turns, grads, ready, free, first_tile, tiles, tile, first_n, count,
+                BLOCK_M, BLOCK_N, GROUP, 0,
+            )),
+            (add_query_grads, (
+                (sum_a, sum_p), turns, grads, ready, free, first_tile, tiles, tile, first_n, count,
+                BLOCK_M, BLOCK_N, GROUP, 1,
             )),
         ],
-        [1, 1],
-        [HELPER_REGISTERS, HELPER_REGISTERS],
+        [1, 1, 1],
+        [HELPER_REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
     )  # fmt: skip
 
 
@@ -430,18 +363,20 @@ def backward(
     widths = (score.amplitude_dim, width - score.amplitude_dim)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
     assert block_n % block_m == 0, "the first query that sees a tile of keys starts a tile"
+    assert meta["STAGES"] == 2, "one of the two warps that add serves each stage"
     tiles = padded // block_m
     turns = torch.zeros(1 + batch * heads * tiles, dtype=torch.int32, device=q.device)
-    sums = [torch.zeros(batch * heads * padded * w, dtype=torch.float32, device=q.device) for w in widths]
+    sums = [torch.empty(batch * heads * padded * w, dtype=torch.float32, device=q.device) for w in widths]
     blocks = [(block_m, w) if block_m >= 64 else (w, block_m) for w in widths]
     key_tiles = triton.cdiv(length, block_n)
+    table = power_table(alpha, score.phase_unit(q), length)
     joint_kernel[(key_tiles * batch * groups,)](
         grad_k, grad_k.stride(), grad_v, grad_v.stride(),
         *(tiled(x.view(-1, block[1]), block) for x, block in zip(sums, blocks, strict=True)), turns,
         *(by_head(x, block_m) for x in q.split(widths, 3)), *(by_head(x, block_n) for x in k.split(widths, 3)),
         by_head(v, block_n), by_head(grad_out, block_m),
-        *(tiled(x.view(-1, padded), (1, block_m)) for x in (lse2, delta)), alpha,
-        groups, length, tiles, triton.cdiv(SPACING, tiles), score.scale, score.phase_unit(q),
+        *(tiled(x.view(-1, padded), (1, block_m)) for x in (lse2, delta)), table[BEFORE:],
+        groups, length, tiles, triton.cdiv(SPACING, tiles), score.scale,
         GROUP=heads // groups,
         **{name: value for name, value in meta.items() if not name.startswith("BLOCK")},
     )  # fmt: skip
