@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": ROWS, "heads": HEADS, "key_heads": KEY_HEADS, "seed": 0, "widths": options.widths, "keys": options.keys,
         "tuned": tuned,
         "samples": "3 rounds of 7 replays of a CUDA graph, all subjects in turn",
-        "bytes": "keys and values once, raw; copying reads and writes as many in all, the faster of two ways",
+        "bytes": "the faster of two ways of copying; keys and values count once, raw, and copies both ways",
     }  # fmt: skip
     table: list[dict[str, object]] = []
     errors: dict[str, float] = {}
