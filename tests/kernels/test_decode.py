@@ -293,3 +293,17 @@ def test_decoding_is_captured_into_a_cuda_graph_and_repeats_its_bits(name):
             found.zero_()
             graph.replay()
             assert torch.equal(found, expected)
+
+
+@GPU
+@pytest.mark.parametrize("name", ["rope", "pope"])
+def test_angles_hold_over_many_tiles(name):
+    holds(Case(keys=300_000, heads=4, width=64, v_width=64, dtype=torch.float16), name)
+
+
+@GPU
+def test_a_cache_beyond_two_to_the_31_elements_is_read_to_its_end():
+    q = torch.full((1, 1, 1, 64), 8.0, device=DEVICE, dtype=torch.bfloat16)
+    k = torch.zeros(1, 1, 2**25 + 100, 64, device=DEVICE, dtype=torch.bfloat16)
+    k[:, :, -1] = 8.0
+    assert torch.equal(attention(q, k, k, NoPE()), q)
