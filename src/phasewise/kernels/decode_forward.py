@@ -25,6 +25,7 @@ from phasewise.kernels.tiles import (
     block_width,
     launch,
     load_places,
+    power_of_two,
     visible,
 )
 
@@ -300,7 +301,7 @@ def forward(
     rows, heads, queries, width = q.shape
     groups, keys, v_width = v.shape[1:]
     fast = q.is_cuda and q.dtype != torch.float32
-    meta = launch(f"decode.{KERNELS[kind]}", q, qk=width, v=v_width, length=keys)
+    meta = launch(f"decode.{KERNELS[kind]}", q, qk=width, v=v_width, length=power_of_two(keys))
     room, stages = meta.pop("PROGRAMS") * multiprocessors(q.device), meta.pop("STAGES")
     block_m, block_n = min(64, block_width(heads // groups * queries)), meta["BLOCK_N"]
     low = 0 if window is None or places is not None else max(0, keys - queries - window + 1)
