@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from phasewise import TAPA, ALiBi, DynamicNTK, LongRoPE, NoPE, PoPE, Positions, RoPE, YaRN, attention, choose
+from phasewise.encodings import PoPEConfig
 from phasewise.fused import Call, Hardware, decode_obstacle, decoded
 from phasewise.kernels import decode
+from phasewise.model.cache import Cache
+from phasewise.model.config import ModelConfig
+from phasewise.model.transformer import Transformer
 from phasewise.reference import EMPTY_LSE, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -260,6 +264,27 @@ def test_compiled_attention_serves_a_growing_cache():
             q, k, v = Case(rows=1, keys=keys).tensors()
             expected = attention(q, k, v, encoding, impl="triton")
             assert torch.equal(compiled(q, k, v, encoding, impl="triton"), expected)
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_decoder_takes_this_route_with_its_cache_left_padding_included(padding, monkeypatch):
+    calls, attend = [], decode.attend
+    monkeypatch.setattr(
+        decode, "attend", lambda *tensors, **view: calls.append(view) or attend(*tensors, **view)
+    )
+    config = ModelConfig(vocab_size=11, width=32, layers=2, heads=2, kv_heads=1, encoding=PoPEConfig())
+    model = Transformer(config).eval().to(DEVICE)
+    tokens = torch.randint(11, (2, 70)).to(DEVICE)
+    real = torch.arange(70, device=DEVICE)[None] >= torch.tensor([[0], [padding]], device=DEVICE)
+    at = Positions.padded(real) if padding else None
+    with torch.no_grad():
+        whole = model(tokens, at=at, keep=1, impl="reference")
+        cache = Cache()
+        model(tokens[:, :-1], at=at and at.narrow(0, 69), cache=cache, impl="reference")
+        assert not calls
+        step = model(tokens[:, -1:], cache=cache, impl="triton")
+    assert len(calls) == config.layers
+    torch.testing.assert_close(step, whole, rtol=1e-4, atol=1e-4)
 
 
 @GPU
