@@ -65,7 +65,8 @@ def indexing(documents: dict[str, Document]) -> str:
                 continue
             found = document["values"][kind]
             seeds = [100 * seed for seed in found["test_accuracy"]["seeds"]]
-            cells = [f"{seed:.2f}" for seed in seeds] + [""] * (3 - len(seeds))
+            given = {one["seed"]: f"{test:.2f}" for one, test in zip(found["seeds"], seeds, strict=True)}
+            cells = [given.get(seed, "") for seed in range(3)]
             paper = f"{found['paper']['mean']:.2f} ± {found['paper']['spread']:.2f}"
             told = [f"{sum(seeds) / len(seeds):.2f}", f"{found['solved']} of {len(seeds)}", paper]
             lines.append(f"| {NAMES[kind]}, {document['recipe']['variant']} | {' | '.join(cells + told)} |")

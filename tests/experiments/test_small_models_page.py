@@ -27,8 +27,17 @@ def test_speeds_are_given_over_the_ordinary_loop():
 def test_indexing_gives_every_seed_of_every_variant_beside_the_paper():
     test = {"mean": 0.75, "seeds": [1.0, 0.5]}
     found = {"test_accuracy": test, "solved": 1, "paper": {"mean": 94.82, "spread": 2.91}}
+    found["seeds"] = [{"seed": 0}, {"seed": 1}]
     document = {"values": {"pope": found}, "recipe": {"variant": "steady"}, **RUN}
     lines = indexing({"h200": document}).splitlines()
     assert lines[2] == "| PoPE, steady | 100.00 | 50.00 |  | 75.00 | 1 of 2 | 94.82 ± 2.91 |"
     assert "Solved: at least 90%" in lines[-1]
     assert "h200.json`: commit abcdef0123" in lines[-1]
+
+
+def test_a_seed_stands_in_its_own_column_where_one_before_it_is_missing():
+    found = {"test_accuracy": {"seeds": [1.0, 0.5]}, "solved": 1, "paper": {"mean": 94.82, "spread": 2.91}}
+    found["seeds"] = [{"seed": 0}, {"seed": 2}]
+    document = {"values": {"pope": found}, "recipe": {"variant": "steady"}, **RUN}
+    lines = indexing({"h200": document}).splitlines()
+    assert lines[2].startswith("| PoPE, steady | 100.00 |  | 50.00 | 75.00 |")
