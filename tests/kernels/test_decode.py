@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from phasewise import TAPA, ALiBi, DynamicNTK, LongRoPE, NoPE, PoPE, Positions, RoPE, YaRN, attention, choose
 from phasewise.encodings import PoPEConfig
@@ -254,6 +255,18 @@ def test_operator_passes_torchs_checks(placed):
         None,
     )
     torch.library.opcheck(torch.ops.phasewise.decode.default, arguments)
+
+
+def test_compiled_attention_that_is_not_decoded_serves_every_length_with_one_dynamic_graph():
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, backend=graphs)
+    for keys in (5, 6, 9, 12):
+        q, k, v = torch.randn(3, 1, 2, keys, WIDTH, device=DEVICE).unbind()
+        encoding = RoPE(head_dim=WIDTH)
+        assert torch.equal(
+            compiled(q, k, v, encoding, impl="triton"), attention(q, k, v, encoding, impl="triton")
+        )
+    assert graphs.frame_count == 2  # the first length alone, then every other
 
 
 def test_compiled_attention_serves_a_growing_cache():

@@ -39,10 +39,11 @@ def unsupported(
 
     >>> unsupported(device="cuda", capability=(9, 0), dtype=torch.float16, qk_width=64, v_width=64, queries=17,
     ...             keys=4096)
-    'decoding takes up to 16 queries, on 64 keys each, not 17 on 4096'
+    'decoding takes up to 16 queries, on 64 keys each'
     """
     if queries > MOST_QUERIES or keys < FEWEST_KEYS * queries:
-        return f"decoding takes up to {MOST_QUERIES} queries, on {FEWEST_KEYS} keys each, not {queries} on {keys}"
+        # Without the lengths: torch.compile would take those in a string for constants, and compile for each anew.
+        return f"decoding takes up to {MOST_QUERIES} queries, on {FEWEST_KEYS} keys each"
     if dtype not in DTYPES:
         return f"decoding takes float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if max(qk_width, v_width) > WIDEST or min(qk_width, v_width) == 0:
