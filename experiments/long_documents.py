@@ -62,7 +62,7 @@ class Sizes:
     size: tuple[str, ...] = ("--size", "25M")
     context: int = 1024
     rows: int = 16
-    steps: int = 480
+    steps: int = 640
     continued: int = 60
     lengths: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Times the context."""
@@ -171,7 +171,7 @@ def run(shards: Path, novel: Path, out: Path, device: str, sizes: Sizes) -> None
         return [
             "extend", out / model, *data, *where, "--rule", rule, "--length", factor * sizes.context,
             *("--steps", sizes.continued, "--batch-size", max(1, sizes.rows // factor)),
-            *("--learning-rate", 3e-4, "--warmup", 1, "--evaluate-tokens", max(lengths)),
+            *("--learning-rate", 3e-4, "--warmup", 1, "--evaluate-tokens", 2 * max(lengths)),
             *("--no-figure", *sizes.fast[:2]),
         ]  # fmt: skip
 
