@@ -185,9 +185,12 @@ def _rule(call: Call, encoding: Spectral) -> Static | None:
         return rule if isinstance(rule, Static) else None
     longest = call.k.shape[2]
     shortest = longest - call.q.shape[2] + 1
-    lengths = rule.regimes or ((longest, longest),)
-    same = any(first <= shortest and (last is None or longest <= last) for first, last in lengths)
-    return rule.at(longest, encoding.channels) if same else None
+    if not encoding.regimes:
+        return rule.at(longest, encoding.channels) if shortest == longest else None
+    for first, last, fixed in encoding.regimes:
+        if first <= shortest and (last is None or longest <= last):
+            return fixed
+    return None
 
 
 def _width(call: Call) -> int:

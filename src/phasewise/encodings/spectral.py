@@ -38,7 +38,7 @@ class Spectral(Encoding):
         self.axes = axes
         with torch.device("cpu"):  # a rule is numbers, also where a model is built on the meta device
             frequencies.at(1, channels // axes).rates(channels // axes)  # raises where the rule does not fit
-            self._regimes = [
+            self.regimes = [
                 (first, last, frequencies.at(first, channels // axes))
                 for first, last in frequencies.regimes or ()
             ]
@@ -64,18 +64,18 @@ class Spectral(Encoding):
 
     @property
     def separable(self) -> bool:
-        return len(self._regimes) > 0
+        return len(self.regimes) > 0
 
     def factors(self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions) -> tuple[Tensor, Tensor] | None:
-        if not self._regimes:
+        if not self.regimes:
             return None
         dtype = working_dtype(q.dtype)
         length = (q_at.index[..., 0] if self.axes > 1 else q_at.index).clamp(min=0) + 1
         queries, keys = [], []
-        for first, last, rule in self._regimes:
+        for first, last, rule in self.regimes:
             q_angle = self.phases(q_at, rule, dtype)
             turned = self.turn_queries(q, q_angle, self.gain(rule))
-            if len(self._regimes) > 1:
+            if len(self.regimes) > 1:
                 inside = length >= first if last is None else (length >= first) & (length <= last)
                 turned = turned * inside[:, None, :, None]
             queries.append(turned)
