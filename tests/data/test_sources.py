@@ -26,7 +26,7 @@ def test_an_unknown_name_lists_the_valid_ones(name: str) -> None:
         (
             "indirect-indexing",
             {"tokenizer": "bpe:8192"},
-            "is not text, so tokenizer='bpe:8192' has no meaning",
+            "is not text, so tokenizer='bpe:8192' has no meaning; leave it out, or give bytes where a recipe names it",
         ),
         ("chorales", {"tokenizer": "bpe:8192"}, "is not text"),
         ("jsb:somewhere.npz", {"tokenizer": "bpe:8192"}, "is not text"),

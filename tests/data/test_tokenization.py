@@ -205,6 +205,16 @@ def test_a_changed_tokenizer_or_a_damaged_index_is_named(made: Path) -> None:
         load(f"shards:{made.parent}")
 
 
+def test_shards_may_be_asked_for_by_the_tokenizer_that_made_them_and_no_other(
+    lines: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bpe"
+    tokenize(Origin(data=f"jsonl:{lines}", tokenizer="bpe:300"), folder)
+    assert load(f"shards:{folder}", tokenizer="bpe:300").sha256 == load(f"shards:{folder}").sha256
+    with pytest.raises(ValueError, match="was made with bpe:300, not with gpt2: give that, or bytes"):
+        load(f"shards:{folder}", tokenizer="gpt2")
+
+
 def test_a_source_that_changed_since_is_named_in_the_middle_and_at_the_end(
     lines: Path, tmp_path: Path
 ) -> None:

@@ -116,19 +116,26 @@ class Mapped(Split):
         ]
 
 
-def shards(folder: Path) -> Corpus:
+def shards(folder: Path, tokenizer: str = "bytes") -> Corpus:
     """The corpus in a folder that `tokenize` wrote, mapped into memory.
 
+    tokenizer: what must have made the shards; "bytes", which every corpus may be asked for: whatever it was.
+
     The size of every file is checked at once, the tokenizer's hash too; `verify` hashes the shards.
-    Raises ValueError for a folder that is missing, unfinished or damaged.
+    Raises ValueError for a folder that is missing, unfinished or damaged, and one of another tokenizer.
     """
     index = read_index(folder)
+    if tokenizer not in ("bytes", index.origin.tokenizer):
+        raise ValueError(
+            f"{folder} was made with {index.origin.tokenizer}, not with {tokenizer}: give that, or bytes for whatever "
+            "made it"
+        )
     codec = codec_in(folder, index.origin, index.tokenizer_sha256)
     _require_sizes(folder, index)
     text = {split: part.text_bytes for split, part in index.splits.items()}
-    tokenizer = index.origin.tokenizer
+    made_with = index.origin.tokenizer
     return Corpus(
-        name=f"shards:{folder}" + ("" if tokenizer == "bytes" else f", {tokenizer}"),
+        name=f"shards:{folder}" + ("" if made_with == "bytes" else f", {made_with}"),
         source=index.source,
         licence=index.licence,
         unit=index.unit,

@@ -57,7 +57,7 @@ def load(
 
     tokenizer: for text: "bytes", "gpt2", "bpe:SIZE" (byte-level, trained on the training split alone) or the
         path of a tokenizer.json of the tokenizers library; for genomes: "bytes" (a base a token) or "kmers:K".
-        Shards have their own.
+        Shards have their own, and may be asked for by its name.
     separator: for text:PATH: what stands between documents inside a file; None: a file is a document.
     cache: for chorales: the folder for parsed pieces; None: $XDG_CACHE_HOME/phasewise or ~/.cache/phasewise.
 
@@ -72,8 +72,11 @@ def load(
     takes = {known.partition(":")[0]: known.partition(":")[2] for known in NAMES}
     if kind not in takes or bool(path) != bool(takes[kind]):
         raise ValueError(f"no corpus {name!r}; there are {', '.join(NAMES)}")
-    if tokenizer != "bytes" and kind not in TOKENIZED:
-        raise ValueError(f"{kind} is not text, so tokenizer={tokenizer!r} has no meaning; leave it out")
+    if tokenizer != "bytes" and kind not in (*TOKENIZED, "shards"):
+        raise ValueError(
+            f"{kind} is not text, so tokenizer={tokenizer!r} has no meaning; leave it out, or give bytes where a "
+            "recipe names it"
+        )
     if separator is not None and kind != "text":
         raise ValueError(f"{kind} has documents of its own; leave separator out")
     if cache is not None and kind != "chorales":
@@ -94,7 +97,7 @@ def load(
         case "midi" | "maestro" | "asap":
             return collect(Origin(data=name), _stderr())
         case "shards":
-            return shards(Path(path).expanduser())
+            return shards(Path(path).expanduser(), tokenizer)
         case "igsm":
             return igsm(path, tokenizer)
         case "passkey" | "needles":
