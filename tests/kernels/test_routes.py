@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from phasewise import (
     TAPA,
@@ -16,6 +17,7 @@ from phasewise import (
     attention,
     choose,
 )
+from phasewise.attention import IMPLEMENTATIONS
 from phasewise.fused import Hardware
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,3 +188,16 @@ def test_auto_refuses_the_slow_reference_above_its_limit():
     q = torch.empty(1, 1, 20_000, 16, device="meta", dtype=torch.float64)
     with pytest.raises(ValueError, match="fewer queries at a time"):
         choose(q, q, q, TAPA(head_dim=16))
+
+
+def test_a_compiled_choice_serves_every_length_with_one_dynamic_graph():
+    def chosen(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        hopper = Hardware("cuda", (9, 0))
+        return q + IMPLEMENTATIONS.index(choose(q, k, k, NoPE(), hardware=hopper).impl)
+
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(chosen, fullgraph=True, backend=graphs)
+    for keys in (60, 61, 62, 63):
+        k = torch.zeros(1, 2, keys, 16, dtype=torch.bfloat16)
+        compiled(k[:, :, -50:], k)
+    assert graphs.frame_count == 2  # the first length alone, then every other

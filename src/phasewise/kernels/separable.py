@@ -74,7 +74,8 @@ def unsupported(
     if window is not None:
         return "cudnn takes no window; triton and flash do"
     if causal and queries != keys:
-        return f"cudnn counts causal places from the start, so it needs as many queries as keys, not {queries}, {keys}"
+        # Without the lengths, as in `decode.unsupported`: those in a string are constants to torch.compile.
+        return "cudnn counts causal places from the start, so it needs as many queries as keys"
     if qk_width > 256 or v_width > 128:
         return f"cudnn takes widths up to 256 (q, k) and 128 (v), not {qk_width} and {v_width}"
     if qk_width > 128 and capability != (9, 0):
