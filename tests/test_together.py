@@ -35,6 +35,12 @@ def test_process_alone_speaks_for_itself():
     assert speaker("no such corpus") == "phasewise"
 
 
+def test_process_whose_rank_is_no_number_can_still_say_so(monkeypatch):
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert speaker("RANK is 'x'") == "phasewise"
+
+
 def test_common_error_is_said_by_the_first_and_another_by_who_has_it(of_two, capsys):
     of_two(1)
     assert speaker("cuda:1 is out of memory") == "phasewise, process 1"

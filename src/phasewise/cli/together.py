@@ -46,4 +46,6 @@ def _exchanged(message: str | None) -> str | None:
 
 
 def _number(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
+    """What a launcher has set; a text that is no number is for `phasewise.train.processes.join` to refuse."""
+    given = os.environ.get(name, "")
+    return int(given) if given.isdecimal() else default

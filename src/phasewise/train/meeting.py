@@ -13,6 +13,19 @@ QUIET = 10.0
 LOG = logging.getLogger(__name__)
 
 
+def require_counted() -> None:
+    """Raise ValueError where this process is none of those that are to meet, which then wait for ever.
+
+    MPI counts them by variables of its own, which accelerate reads.
+    """
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if (rank or size) and not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise ValueError(
+            f"RANK is {rank!r} and WORLD_SIZE {size!r}, but processes are counted from 0; torchrun and accelerate "
+            "launch set both"
+        )
+
+
 @contextmanager
 def meeting(where: str) -> Iterator[None]:
     """Say, after a while, whom this process waits for, and let Ctrl-C end it.

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phasewise.device import usable
 from phasewise.interrupt import Interrupted
 from phasewise.model.parallel import Sharding
-from phasewise.train.meeting import meeting
+from phasewise.train.meeting import meeting, require_counted
 from phasewise.train.recipe import Execution
 
 PATIENCE = timedelta(days=7)
@@ -85,7 +85,8 @@ class Processes:
 def join(device: torch.device | str) -> Processes:
     """This process among those that the launcher started; on CUDA each has the device of its local rank.
 
-    Raises ValueError for a device that cannot be used, and without accelerate where a launcher was used.
+    Raises ValueError for a device that cannot be used, for a place where processes cannot meet, and without
+    accelerate where a launcher was used.
     """
     if "LOCAL_RANK" not in os.environ:
         return Processes(rank=0, size=1, device=usable(device))
@@ -93,11 +94,12 @@ def join(device: torch.device | str) -> Processes:
         from accelerate import PartialState
     except ImportError as error:
         raise ValueError("several processes need accelerate: pip install 'phasewise[train]'") from error
+    require_counted()
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         with meeting(where):
             state = PartialState(cpu=torch.device(device).type == "cpu")
-    except dist.DistError as error:
+    except (ValueError, dist.DistError) as error:
         raise ValueError(
             f"the processes cannot meet at {where} ({str(error).splitlines()[0]}): give all of them one "
             "MASTER_ADDR, and a free MASTER_PORT, or have torchrun choose with --standalone"
