@@ -236,12 +236,24 @@ def test_a_limit_counts_documents_of_each_length_they_were_made_to():
 
 
 def test_a_length_at_which_documents_would_be_made_for_ever_is_refused(known, monkeypatch):
+    monkeypatch.setattr(known, "counts", True)
     monkeypatch.setattr(known, "shortest", 512)
     for name in ("ruler_vt", "ruler"):
         with pytest.raises(ValueError, match=rf"of {name} at 512 tokens: give lengths from 1024 on"):
             known.check(name)
     monkeypatch.setattr(known, "shortest", 1024)
     known.check("ruler_vt")
+
+
+def test_tasks_that_count_tokens_are_refused_where_no_checkpoint_has_a_tokenizer(known, monkeypatch):
+    for name in ("niah_single_1", "ruler_vt", "ruler"):
+        with pytest.raises(
+            ValueError, match=f"{name} makes documents of so many tokens, but no checkpoint has a"
+        ):
+            known.check(name)
+    known.check("piqa")
+    monkeypatch.setattr(known, "counts", True)
+    known.check("niah_single_1")
 
 
 def test_unknown_tasks_and_unreachable_data_are_named_with_the_remedy(model, known, tmp_path, monkeypatch):

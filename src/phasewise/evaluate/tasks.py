@@ -20,6 +20,8 @@ from phasewise.evaluate.score import TaskScore
 
 UNFILTERED = ",none"
 SPLITS = ("train", "validation", "test")
+COUNTED = ("ruler", "niah_", "babilong")
+"""How the names begin of tasks whose documents lm-eval makes as so many tokens of a checkpoint's tokenizer."""
 LEAST_LENGTH = {"ruler_vt": 1024, "ruler": 1024}
 """Where lm-eval makes documents of variable tracking: before each question it puts a worked one of up to 500 tokens,
 and tries for ever where a length does not hold both."""
@@ -32,14 +34,20 @@ class Tasks:
     """
 
     def __init__(self, **settings: Any) -> None:
+        self.counts = "tokenizer" in settings
         self.shortest = min(settings.get("max_seq_lengths", ()), default=None)
         with _quiet():
             self._manager = TaskManager(metadata=settings)
 
     def check(self, name: str) -> None:
         """Raise ValueError for a task that lm-eval does not know, local documents that cannot be read, and a length
-        too short for a task that makes its documents."""
+        too short or a missing tokenizer for a task that makes its documents."""
         self._asked(name, limit=1)
+        if not self.counts and name.startswith(COUNTED) and ":" not in name:
+            raise ValueError(
+                f"{name} makes documents of so many tokens, but no checkpoint has a tokenizer.json that counts them: "
+                "evaluate it beside one that has, or give other tasks"
+            )
         least = LEAST_LENGTH.get(name, 0)
         if self.shortest is not None and self.shortest < least:
             raise ValueError(
