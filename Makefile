@@ -56,9 +56,10 @@ check: $(ready) ## format, lint, types, ranks, sizes, age of the GPU record
 tables: $(ready) ## the figures and tables of README.md and docs from results/
 	$(run) -m experiments.readme_figure results/demo/report.json
 	$(run) -m experiments.attention_figure results/attention/h200.json results/attention/peers-h200.json
+	$(run) -m experiments.decode_table results/attention/decode-h200.json
 	$(run) -m experiments.extend_demo
 	cp results/evaluate/demo/figure.svg docs/figures/evaluate_demo.svg
-	$(run) -m experiments.training_table results/training/h200.json results/training/h200-1024.json results/training/h200-8192-flash.json
+	$(run) -m experiments.training_table results/training/h200.json results/training/h200-flash.json
 	$(run) -m experiments.small_models_page
 	$(run) -m experiments.validation_tables
 	$(run) -m experiments.parallel_tables results/parallel/h200
