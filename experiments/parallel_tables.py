@@ -157,9 +157,10 @@ def _small(value: float | None) -> str:
 
 def _certificate(documents: Sequence[Row]) -> str:
     first = documents[0]
-    rates = [document["recipe"].get("all_reduce_gb_per_second") for document in documents]
-    known = sorted(round(rate) for rate in rates if rate is not None)
-    link = f", all-reduce at {known[0]} to {known[-1]} GB/s a GPU" if known else ""
+    found = [document["recipe"].get("all_reduce_gb_per_second") for document in documents]
+    known = sorted(round(rate) for rate in found if rate is not None)
+    rates = " to ".join(str(rate) for rate in sorted({*known[:1], *known[-1:]}))
+    link = f", all-reduce at {rates} GB/s a GPU" if known else ""
     multicast = "" if first["recipe"].get("NCCL_NVLS_ENABLE") != "0" else ", NVLink multicast off"
     return (
         f"{first['device']}, one host{multicast}{link}, torch {first['versions']['torch']}, "
