@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from phasewise.evaluate.loss import token_losses
 from phasewise.lens.dependency import Curve, log_spaced
 
 
@@ -98,7 +98,7 @@ def _rises(
     rows[np.arange(1, len(rows)), places] = drawn
     logits = model(torch.from_numpy(rows).to(device)).float()
     targets = torch.from_numpy(window[1:]).to(device).expand(len(rows), -1)
-    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").double().cpu().numpy()
+    losses = token_losses(logits, targets).double().cpu().numpy()
     rise, count = np.zeros(context), np.zeros(context)
     for place, row in zip(places.tolist(), losses[1:], strict=True):
         rise[: context - place] += (row - losses[0])[place:]
