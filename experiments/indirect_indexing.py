@@ -128,20 +128,24 @@ class Watch:
 
     def save(self, folder: Path, steps: int) -> None:
         """Keep what a resumed run needs beside its checkpoint, and what the one before it needs."""
-        earlier = sorted(folder.glob("watch-*.pt"))
-        with replacing(folder / f"watch-{steps:08d}.pt") as unfinished:
+        path = folder / f"watch-{steps:08d}.pt"
+        earlier = [other for other in sorted(folder.glob("watch-*.pt")) if other != path]
+        with replacing(path) as unfinished:
             torch.save({"average": self.average.state_dict(), "curve": self.curve}, unfinished)
-        for path in earlier[:-1]:
-            path.unlink()
+        for other in earlier[:-1]:
+            other.unlink()
 
     def load(self, folder: Path, steps: int) -> None:
-        """Go on from what was kept at a checkpoint."""
+        """Go on from what was kept at a checkpoint; what was kept of steps that will be taken again is not."""
         path = folder / f"watch-{steps:08d}.pt"
         if not path.exists():
             raise ValueError(f"{path} is missing: delete {folder.parent} to train these models again")
         state = torch.load(path, map_location=self.watched.tokens.device, weights_only=True)
         self.average.load_state_dict(state["average"])
         self.curve = state["curve"]
+        for ahead in folder.glob("watch-*.pt"):
+            if ahead.name > path.name:
+                ahead.unlink()
 
 
 def best(curve: list[Point]) -> Point:

@@ -6,6 +6,7 @@ from experiments import indirect_indexing, jsb_chorales, papers, small_model_spe
 from phasewise.data import load
 from phasewise.encodings import RoPEConfig
 from phasewise.interrupt import Interrupted
+from phasewise.model import Transformer
 from phasewise.train.run import read_recipe
 
 CPU = torch.device("cpu")
@@ -95,6 +96,22 @@ def test_indirect_indexing_resumed_equals_the_run_in_one_sitting(tmp_path, monke
                 given, tmp_path / "parts", CPU, lambda asked=asked, block=block: next(asked) == block
             )
     assert indirect_indexing.run(given, tmp_path / "parts", CPU) == whole
+
+
+def test_the_average_of_the_last_checkpoint_stays_until_another_is_whole(tmp_path):
+    model = Transformer(small("pope-indirect-indexing", "pope").model)
+    examples = indirect_indexing.Examples(*(torch.zeros(1, 1, dtype=torch.int64) for _ in range(3)))
+    watch = indirect_indexing.Watch(model, examples, examples)
+
+    def kept(*steps):
+        for step in steps:
+            watch.save(tmp_path, step)
+        return sorted(int(path.stem.removeprefix("watch-")) for path in tmp_path.iterdir())
+
+    # Ctrl-C at a checkpoint keeps the average twice; what was kept before a kill is ahead of the checkpoints.
+    assert kept(4, 8, 8) == [4, 8]
+    watch.load(tmp_path, 4)
+    assert kept(6) == [4, 6]
 
 
 def test_chorales_keep_the_best_validation_step_over_sittings(tmp_path, monkeypatch):

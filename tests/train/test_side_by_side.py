@@ -94,9 +94,9 @@ def test_run_killed_between_checkpoints_repeats_the_blocks_since_the_last(tmp_pa
         assert metrics(tmp_path / "parts" / name) == metrics(tmp_path / "whole" / name)
 
 
-@pytest.mark.parametrize("at", [4, 8])
+@pytest.mark.parametrize(("at", "times"), [(4, 1), (8, 1), (8, 2)])
 def test_run_killed_between_the_checkpoints_of_two_models_goes_on_from_the_last_of_both(
-    tmp_path, monkeypatch, at
+    tmp_path, monkeypatch, at, times
 ):
     given = recipes()
     run(tmp_path / "whole", given)
@@ -108,8 +108,9 @@ def test_run_killed_between_the_checkpoints_of_two_models_goes_on_from_the_last_
         saving(folder, checkpoint)
 
     monkeypatch.setattr(side_by_side, "save", kill)
-    with pytest.raises(RuntimeError, match="killed"):
-        run(tmp_path / "parts", given)
+    for _ in range(times):
+        with pytest.raises(RuntimeError, match="killed"):
+            run(tmp_path / "parts", given)
     monkeypatch.setattr(side_by_side, "save", saving)
     told = []
     run(tmp_path / "parts", given, on_block=lambda steps, _models: told.append(steps))

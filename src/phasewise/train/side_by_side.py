@@ -8,7 +8,8 @@ device: losses, and a loss that is no longer a number, are seen at the block's e
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
@@ -83,6 +84,7 @@ def train_side_by_side(
         if any(recipe.compile for recipe in recipes.values()):
             torch.compiler.reset()  # a process compiles a function for so many models and no more
         done = _shared_step(folder, recipes, corpus)
+        _drop_after(done, folder, recipes)
         lanes = {name: Lane(recipe, corpus, folder / name, device, done) for name, recipe in recipes.items()}
         models = {name: lane.trainer.model for name, lane in lanes.items()}
         making = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches"))
@@ -328,6 +330,17 @@ def _shared_step(folder: Path, recipes: Mapping[str, TrainRecipe], corpus: Corpu
             "up to the others', or delete the folder to start again"
         )
     return max(shared, default=0)
+
+
+def _drop_after(step: int, folder: Path, names: Iterable[str]) -> None:
+    """Take away the checkpoints of steps that will be taken again.
+
+    `save` keeps the last two, and these would be counted for one that every model has.
+    """
+    for name in names:
+        for path in saved(folder / name):
+            if step_of(path) > step:
+                shutil.rmtree(path)
 
 
 def _draw(recipe: TrainRecipe) -> Draw:
