@@ -1,6 +1,7 @@
 """Extending a checkpoint: what changes, what stays, what is refused, and that stopping loses nothing."""
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -138,6 +139,18 @@ def test_a_stopped_extension_ends_as_an_unstopped_one(checkpoint, tmp_path, monk
     assert stops >= 2
     assert losses(parts) == losses(whole)
     assert read_begun(tmp_path / "parts").recipe == wanted
+
+
+@pytest.mark.parametrize("lost", ["model", "stages/24/model"])
+def test_a_model_that_is_gone_is_made_again_from_its_last_checkpoint(checkpoint, tmp_path, lost):
+    wanted, out = asked(checkpoint, length=(24, 48), steps=(2, 5)), tmp_path / "out"
+    whole = extend(wanted, out, figure=False)
+    weights = (out / lost / "model.safetensors").read_bytes()
+    for path in (out / lost, out / "evaluations"):
+        shutil.rmtree(path)
+    (out / "report.json").unlink()
+    assert losses(extend(wanted, out, resume=True, figure=False)) == losses(whole)
+    assert (out / lost / "model.safetensors").read_bytes() == weights
 
 
 def test_table_and_figure_hold_every_row(checkpoint, tmp_path):

@@ -22,7 +22,7 @@ from phasewise.frequencies import AnyFrequencies, LongRoPE
 from phasewise.interrupt import Interrupted, stoppable
 from phasewise.model import ModelConfig, Transformer, rescaled
 from phasewise.model import folder as on_disk
-from phasewise.model.folder import MODEL
+from phasewise.model.folder import CONFIG, MODEL
 from phasewise.model.history import Stage, read_history, write_history
 from phasewise.record import record, replacing
 from phasewise.train.continuation import Begun, Continuation, ExtendRecipe, read_begun
@@ -278,7 +278,8 @@ class _Sitting:
         for length, steps in zip(work.recipe.length, work.recipe.steps, strict=True):
             folder = work.out / "stages" / str(length)
             to = work.out / MODEL if length == work.recipe.length[-1] else folder / MODEL
-            if not work.processes.gather((folder / STAGE).exists())[0]:
+            finished = all(path.exists() for path in (folder / STAGE, to / CONFIG))
+            if not work.processes.gather(finished)[0]:
                 self._continue(model, initial, folder, to, length, steps, done)
             remedy = f"delete {folder} to have it trained again"
             stages.append(read(folder / STAGE, TypeAdapter(Continued), "a stage of extend", remedy))
