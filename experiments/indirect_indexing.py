@@ -198,20 +198,28 @@ def run(
     return {name: watch.curve for name, watch in watches.items()}
 
 
+def seeded(model: str) -> tuple[str, int]:
+    """The encoding and the seed of `pope-0`; an ArgumentTypeError for anything else."""
+    encoding, _, seed = model.rpartition("-")
+    if encoding not in papers.ENCODINGS or not seed.isdecimal():
+        known = ", ".join(papers.ENCODINGS)
+        raise argparse.ArgumentTypeError(f"{model!r} is not ENCODING-SEED, as pope-0; encodings are {known}")
+    return encoding, int(seed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("parts", type=Path)
     parser.add_argument("folder", type=Path, help="of the runs, to go on from when interrupted")
-    parser.add_argument("--models", nargs="+", required=True, help="ENCODING-SEED")
+    parser.add_argument("--models", nargs="+", required=True, type=seeded, help="ENCODING-SEED")
     parser.add_argument("--variant", default="paper", choices=VARIANTS)
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     device, corpus = usable(given.device), load("indirect-indexing")
     recipes = {}
-    for model in given.models:
-        encoding, _, seed = model.partition("-")
-        changes = {**VARIANTS[given.variant], "checkpoint_every": CHECKPOINT_EVERY, "seed": int(seed)}
-        recipes[f"{given.variant}-{model}"] = papers.recipe(RECIPE, encoding, corpus, **changes)
+    for encoding, seed in given.models:
+        changes = {**VARIANTS[given.variant], "checkpoint_every": CHECKPOINT_EVERY, "seed": seed}
+        recipes[f"{given.variant}-{encoding}-{seed}"] = papers.recipe(RECIPE, encoding, corpus, **changes)
 
     def write(name: str, curve: list[Point]) -> None:
         training = recipes[name].model_dump(mode="json")

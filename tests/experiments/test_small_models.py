@@ -1,3 +1,5 @@
+from argparse import ArgumentTypeError
+
 import numpy as np
 import pytest
 import torch
@@ -163,3 +165,10 @@ def test_speed_counts_the_steps_of_all_models(monkeypatch):
     assert small_model_speed.together({"one": given, "other": given}, "cpu") == 1.0
     with pytest.raises(ValueError, match="2 steps are too few to time: use 8"):
         small_model_speed.ordinary(given.model_copy(update={"steps": 2, "warmup": 0}), "cpu")
+
+
+@pytest.mark.parametrize("model", ["pope0", "alibi-0", "pope-", "pope-one"])
+def test_a_model_that_is_not_an_encoding_and_a_seed_is_refused(model):
+    with pytest.raises(ArgumentTypeError, match=f"'{model}' is not ENCODING-SEED"):
+        indirect_indexing.seeded(model)
+    assert indirect_indexing.seeded("pope-2") == ("pope", 2)
