@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phasewise.bench.subjects import HEADS, Subject, subjects
-from phasewise.bench.timing import peak_memory, side_by_side
+from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
 from phasewise.positions import Positions
 from phasewise.record import record
 from phasewise.reference import reference
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipe = {
         "what": "causal attention, bfloat16, encodings' own work included",
         "tokens": TOKENS, "heads": HEADS, "seed": 0, "widths": options.widths, "lengths": options.lengths,
-        "samples": "3 rounds of 7 replays of a CUDA graph, all subjects in turn",
+        "samples": IN_TURNS,
     }  # fmt: skip
     table: list[dict[str, object]] = []
     for width in options.widths:

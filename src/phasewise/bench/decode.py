@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from phasewise.attention import attention
 from phasewise.bench.subjects import installed
-from phasewise.bench.timing import side_by_side
+from phasewise.bench.timing import IN_TURNS, side_by_side
 from phasewise.bench.tune import Row, Subject, best, write
 from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
 from phasewise.fused import BODIES, Body, Call, Hardware, fused, obstacle
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "what": "attention of one query a row, bfloat16, encodings' own work included",
         "rows": ROWS, "heads": HEADS, "key_heads": KEY_HEADS, "seed": 0, "widths": options.widths, "keys": options.keys,
         "tuned": tuned,
-        "samples": "3 rounds of 7 replays of a CUDA graph, all subjects in turn",
+        "samples": IN_TURNS,
         "bytes": "the faster of two ways of copying; keys and values count once, raw, and copies both ways",
     }  # fmt: skip
     table: list[dict[str, object]] = []

@@ -1,10 +1,14 @@
 """Times of GPU work: CUDA graph replays between events, in rounds, medians with their spread."""
 
+import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+
+IN_TURNS = "9 rounds of 3 replays of a CUDA graph, all subjects in turn, in an order drawn anew for each round"
+"""How `side_by_side` samples, for records."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +31,21 @@ class Time:
 
 
 def side_by_side(
-    calls: Mapping[str, Callable[[], object]], *, rounds: int = 3, repeats: int = 7
+    calls: Mapping[str, Callable[[], object]], *, rounds: int = 9, repeats: int = 3
 ) -> dict[str, Time]:
     """Times of several calls on the current CUDA device, taken in turns so that drift falls on all alike.
 
-    Each call is captured into a CUDA graph and replayed: the time is the device's, without launches from Python.
+    Each call is captured into a CUDA graph and replayed: the time is the device's, without launches from Python. A
+    device that meets its power limit is slowed by what ran before, so each round has an order of its own.
     """
     graphs = {name: _captured(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(graphs)
+    shuffle = random.Random(0).shuffle
     for _ in range(rounds):
-        for name, graph in graphs.items():
+        shuffle(order)
+        for name in order:
+            graph = graphs[name]
             graph.replay()
             pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
             for start, end in pairs:
