@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-IN_TURNS = "9 rounds of 3 replays of a CUDA graph, all subjects in turn, in an order drawn anew for each round"
+IN_TURNS = (
+    "9 rounds of 3 replays of a CUDA graph, all subjects in turn, in an order drawn anew for each round"
+)
 """How `side_by_side` samples, for records."""
 
 
