@@ -9,7 +9,7 @@ Without a GPU the same runs through gloo, which shows that it works and no more;
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -50,9 +50,11 @@ class Timing:
     steps: int
 
 
-def cases(sizes: list[str], rows: list[int], processes: int) -> Iterator[Case]:
+def cases(
+    sizes: Sequence[str], rows: Sequence[int], shardings: Sequence[Weights], processes: int
+) -> Iterator[Case]:
     """Of one process there is nothing to share."""
-    for sharding in get_args(Weights) if processes > 1 else ("replicated",):
+    for sharding in shardings if processes > 1 else ("replicated",):
         for size, each in zip(sizes, rows, strict=True):
             yield Case(size, sharding, processes, each)
 
@@ -91,7 +93,9 @@ def measured(case: Case, timing: Timing, here: Processes, folder: Path) -> dict[
     }
 
 
-def main(out: Path, sizes: list[str], rows: list[int], timing: Timing) -> None:
+def main(
+    out: Path, sizes: Sequence[str], rows: Sequence[int], shardings: Sequence[Weights], timing: Timing
+) -> None:
     here = join("cuda" if torch.cuda.is_available() else "cpu")
     kept = Rows(
         out,
@@ -102,7 +106,7 @@ def main(out: Path, sizes: list[str], rows: list[int], timing: Timing) -> None:
         },
         here,
     )  # fmt: skip
-    for case in cases(sizes, rows, here.size):
+    for case in cases(sizes, rows, shardings, here.size):
         if case in kept:
             continue
         with tempfile.TemporaryDirectory() as name:
@@ -120,8 +124,11 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--sizes", nargs="+", default=["124M", "355M"])
     parser.add_argument("--rows", nargs="+", type=int, default=[64, 32], help="of each process, by size")
+    parser.add_argument("--shardings", nargs="+", choices=get_args(Weights), default=get_args(Weights))
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="in a sample")
     given = parser.parse_args()
-    main(given.out, given.sizes, given.rows, Timing(given.context, given.samples, given.steps))
+    main(
+        given.out, given.sizes, given.rows, given.shardings, Timing(given.context, given.samples, given.steps)
+    )
