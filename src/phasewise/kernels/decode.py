@@ -4,22 +4,20 @@ Letters: B batch, H query heads, G key heads, T queries, S keys, D the width of 
 no gradient. No triton until it runs.
 """
 
-import importlib.util
 import math
-import os
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import capability, on_its_device
+from phasewise.kernels.packages import triton_obstacle
 
 Kind = Literal["none", "rope", "softplus", "relu", "identity", "tapa", "tapa-linear"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256
 MOST_QUERIES = 16
 FEWEST_KEYS = 64  # for each query; with fewer there is little that preparing all keys could cost
-_TRITON = importlib.util.find_spec("triton") is not None
 
 torch.library.define(
     "phasewise::decode",
@@ -48,14 +46,7 @@ def unsupported(
         return f"decoding takes float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if max(qk_width, v_width) > WIDEST or min(qk_width, v_width) == 0:
         return f"decoding takes heads from 1 to {WIDEST} wide, not {qk_width} and {v_width}"
-    if not _TRITON:
-        return "triton is not installed; `pip install phasewise[gpu]`"
-    if device == "cuda":
-        enough = capability is not None and capability[0] >= 8  # torch.compile cannot compare tuples
-        return None if enough else f"decoding needs compute capability 8.0, not {capability}"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return "bfloat16 products are wrong in Triton's interpreter" if dtype == torch.bfloat16 else None
-    return f"decoding needs a CUDA device, not {device}"
+    return triton_obstacle("decoding", device, capability, dtype)
 
 
 def attend(

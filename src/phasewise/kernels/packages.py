@@ -1,8 +1,11 @@
 """Which optional packages kernels may build on: installed, of the version that is known, and able to load."""
 
 import functools
-import importlib
+import importlib.util
+import os
 from importlib import metadata
+
+import torch
 
 FLASH_VERSION = (
     "4.0.0b36"  # of flash-attn-4, whose inner parts we replace, and whose gradients we let overwrite inputs
@@ -18,6 +21,21 @@ def version(package: str) -> str | None:
 
 
 _FLASH = version("flash-attn-4")
+_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def triton_obstacle(
+    what: str, device: str, capability: tuple[int, int] | None, dtype: torch.dtype
+) -> str | None:
+    """Why a kernel in Triton, called `what`, cannot run on a device of that type; None when it can."""
+    if not _TRITON:
+        return "triton is not installed; `pip install phasewise[gpu]`"
+    if device == "cuda":
+        enough = capability is not None and capability[0] >= 8  # torch.compile cannot compare tuples
+        return None if enough else f"{what} needs compute capability 8.0, not {capability}"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return "bfloat16 products are wrong in Triton's interpreter" if dtype == torch.bfloat16 else None
+    return f"{what} needs a CUDA device, not {device}"
 
 
 def flash_obstacle(module: str) -> str | None:

@@ -6,21 +6,16 @@ s, all in one segment, and tiles nobody sees are never visited. Each function re
 the natural log-sum-exp `[B, H, T]`; a row that sees nothing gets output 0, log-sum-exp -1e30 and no gradient.
 """
 
-import importlib.util
-import os
-
 import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import capability
 from phasewise.kernels.library import Body, Preparation, separable
-from phasewise.kernels.packages import flash_obstacle
+from phasewise.kernels.packages import flash_obstacle, triton_obstacle
 
 __all__ = ["attend", "pope", "rope", "unsupported"]
 
 _HALVES = (torch.float16, torch.bfloat16)
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, for tests
-_TRITON = importlib.util.find_spec("triton") is not None
 _GRID = 65_535  # programs on the axes of a CUDA grid where flash-attn-4 and cuDNN have rows and heads
 
 
@@ -46,13 +41,7 @@ def unsupported(
             return f"triton takes float32, float16 and bfloat16, not {kind}"
         if qk_width > 512 or v_width > 256:
             return f"triton takes widths up to 512 (q, k) and 256 (v), not {qk_width} and {v_width}"
-        if not _TRITON:
-            return "triton is not installed; `pip install phasewise[gpu]`"
-        if device == "cuda":
-            recent = capability is not None and capability[0] >= 8
-            return None if recent else f"triton needs compute capability 8.0, not {capability}"
-        interpreted = _INTERPRETED and device == "cpu"
-        return None if interpreted else f"triton needs a CUDA device, not {device}"
+        return triton_obstacle("triton", device, capability, dtype)
     if device != "cuda":
         return f"{body} needs a CUDA device, not {device}"
     if dtype not in _HALVES:

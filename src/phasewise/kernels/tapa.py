@@ -3,9 +3,7 @@
 Letters: B batch, H query heads, G key heads, T queries, S keys, D the width of q and k, V that of v.
 """
 
-import importlib.util
 import math
-import os
 from typing import Literal
 
 import torch
@@ -13,13 +11,12 @@ from torch import Tensor
 
 from phasewise.kernels.hardware import capability, on_its_device
 from phasewise.kernels.operators import differentiable
-from phasewise.kernels.packages import flash_obstacle
+from phasewise.kernels.packages import flash_obstacle, triton_obstacle
 
 Body = Literal["triton", "flash"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256
 FLASH_WIDEST = 128
-_TRITON = importlib.util.find_spec("triton") is not None
 
 _PLACES = "Tensor? q_index, Tensor? q_segment, Tensor? k_index, Tensor? k_segment"
 _SCORE = "int amplitude_dim, float scale, float unit, bool linear, bool causal, int? window"
@@ -118,14 +115,7 @@ def unsupported(
         return f"TAPA's kernel is written for float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if max(qk_width, v_width) > WIDEST or v_width == 0:
         return f"TAPA's kernel takes heads from 1 to {WIDEST} wide, not {qk_width} and {v_width}"
-    if not _TRITON:
-        return "triton is not installed; `pip install phasewise[gpu]`"
-    if device == "cuda":
-        enough = capability is not None and capability[0] >= 8  # torch.compile cannot compare tuples
-        return None if enough else f"TAPA's kernel needs compute capability 8.0, not {capability}"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return "bfloat16 products are wrong in Triton's interpreter" if dtype == torch.bfloat16 else None
-    return f"TAPA's kernel needs a CUDA device, not {device}"
+    return triton_obstacle("TAPA's kernel", device, capability, dtype)
 
 
 def flash_unsupported(

@@ -24,6 +24,7 @@ from quack import layout_utils, sm90_utils
 from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
+from phasewise.kernels.flash import ELEMENTS, copyable
 from phasewise.kernels.prepare import expanded_like
 from phasewise.kernels.tapa_score import BEFORE, Score, power_table
 from phasewise.kernels.tiles import launch
@@ -380,7 +381,7 @@ class TapaForward(FlashAttentionForwardSm90):
 @functools.cache
 def compiled(dtype: torch.dtype, amplitude_dim: int, width: int, v_width: int, group: int, **tiles: float):
     """The kernel for these, for any lengths: (q, k, v, out, lse, scale, ...) as flash-attn-4's."""
-    element = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}[dtype]
+    element = ELEMENTS[dtype]
     kernel = TapaForward(
         element, amplitude_dim=amplitude_dim, width=width, v_width=v_width, group=group, **tiles
     )
@@ -395,16 +396,6 @@ def compiled(dtype: torch.dtype, amplitude_dim: int, width: int, v_width: int, g
     )  # fmt: skip
 
 
-def _copyable(x: Tensor) -> Tensor:
-    """x place by place, `[B, T, H, D]`, copied when its strides do not suit the copy engine."""
-    x = x.detach().transpose(1, 2)
-    wide = 16 // x.element_size()
-    regular = (
-        x.stride(3) == 1 and all(s > 0 and s % wide == 0 for s in x.stride()[:3]) and x.data_ptr() % 16 == 0
-    )
-    return x if regular else x.clone(memory_format=torch.contiguous_format)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, score: Score) -> tuple[Tensor, Tensor]:
     """Output `[B, H, T, V]`, stored place by place, and float32 log-sum-exp `[B, H, T]`."""
     batch, heads, queries, width = q.shape
@@ -415,7 +406,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, score: Score) -> tup
     kernel = compiled(q.dtype, score.amplitude_dim, width, v_width, heads // k.shape[1], **tiles)
     table = power_table(alpha, score.unit, keys)
     kernel(
-        *(_copyable(x) for x in (q, k, v)), out.transpose(1, 2), lse, score.scale,
+        *(copyable(x) for x in (q, k, v)), out.transpose(1, 2), lse, score.scale,
         *(None,) * 9, utils.AuxData([table], None), None, None,
     )  # fmt: skip
     return out, lse
