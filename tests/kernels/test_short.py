@@ -95,6 +95,15 @@ def test_operator_passes_torchs_checks(name):
     torch.library.opcheck(short_rows, arguments(x, (2, 4), encoding(name), name, norm_weights()))
 
 
+def test_second_derivatives_raise():
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, HEADS, WIDTH, device=DEVICE, requires_grad=True)
+    out = short_rows(*arguments(x, (2, 4), encoding("rope"), "rope"))
+    (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("normed", [False, True])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import on_its_device
-from phasewise.kernels.operators import differentiable, operator
+from phasewise.kernels.operators import differentiable, last_derivative, operator
 
 Body = Literal["triton", "flash", "cudnn"]
 Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
@@ -251,11 +251,5 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     return dq, dk, dv, None, None, None if others[2] is None else dphase, *(None,) * 11
 
 
-def _no_second_order(ctx: Any, *gradients: Tensor | None) -> None:
-    raise RuntimeError(
-        "second-order gradients are not implemented for the fused kernels; use impl='reference' for them"
-    )
-
-
 differentiable(separable, _gradient, _save)
-differentiable(separable_backward, _no_second_order, lambda ctx, inputs, output: None)
+last_derivative(separable_backward)

@@ -36,3 +36,12 @@ def differentiable(of: Any, gradient: Callable[..., Any], save: Callable[..., No
         backward = staticmethod(gradient)
 
     _LIBRARY.impl(of._schema.name.removeprefix("phasewise::"), Differentiable.apply, "Autograd")
+
+
+def last_derivative(of: Any) -> None:
+    """Make an operator that computes gradients raise RuntimeError where its own are asked for."""
+    differentiable(of, _no_second_order, lambda ctx, inputs, output: None)
+
+
+def _no_second_order(ctx: Any, *gradients: Any) -> None:
+    raise RuntimeError("a fused kernel has no second derivative; for double backward use impl='reference'")

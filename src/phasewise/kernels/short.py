@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from phasewise.kernels.hardware import on_its_device
+from phasewise.kernels.operators import differentiable, last_derivative, operator
 from phasewise.kernels.prepare import MAGNITUDES, magnitude
 
 LONGEST = 64
@@ -186,7 +187,7 @@ def _settings(x: Tensor, cos: Tensor, norm: Tensor, preparation: str) -> dict[st
     return {**sizes, "KIND": preparation, "PHASE": polar, "NORM": norm.numel() > 0, "num_warps": 4}
 
 
-@torch.library.custom_op("phasewise::short_rows", mutates_args=())
+@operator
 @on_its_device
 def short_rows(
     x: Tensor, start: Tensor, length: Tensor, cos: Tensor, sin: Tensor, phase: Tensor, norm: Tensor, turn: Tensor,
@@ -210,7 +211,7 @@ def short_rows(
     return out
 
 
-@short_rows.register_fake
+@torch.library.register_fake(short_rows)
 def _short_rows_fake(
     x: Tensor, start: Tensor, length: Tensor, cos: Tensor, sin: Tensor, phase: Tensor, norm: Tensor, turn: Tensor,
     preparation: str, scale: float, epsilon: float,
@@ -218,7 +219,7 @@ def _short_rows_fake(
     return x.new_empty(x.shape[0], *x.shape[2:])
 
 
-@torch.library.custom_op("phasewise::short_rows_backward", mutates_args=())
+@operator
 @on_its_device
 def short_rows_backward(
     dout: Tensor, x: Tensor, start: Tensor, length: Tensor, cos: Tensor, sin: Tensor, phase: Tensor, norm: Tensor,
@@ -237,7 +238,7 @@ def short_rows_backward(
     return dx, dphase, dnorm
 
 
-@short_rows_backward.register_fake
+@torch.library.register_fake(short_rows_backward)
 def _short_rows_backward_fake(
     dout: Tensor, x: Tensor, start: Tensor, length: Tensor, cos: Tensor, sin: Tensor, phase: Tensor, norm: Tensor,
     turn: Tensor, preparation: str, scale: float, epsilon: float,
@@ -253,12 +254,11 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradient(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dphase, dnorm = torch.ops.phasewise.short_rows_backward(
-        dout, *ctx.saved_tensors, ctx.preparation, ctx.scale, ctx.epsilon
-    )
+    dx, dphase, dnorm = short_rows_backward(dout, *ctx.saved_tensors, ctx.preparation, ctx.scale, ctx.epsilon)
     needs_phase, needs_norm = ctx.needs_input_grad[5:7]
     d_phase = dphase.sum(0) if needs_phase else None
     return dx, *(None,) * 4, d_phase, dnorm.sum((0, 1)) if needs_norm else None, *(None,) * 4
 
 
-short_rows.register_autograd(_gradient, setup_context=_save)
+differentiable(short_rows, _gradient, _save)
+last_derivative(short_rows_backward)

@@ -10,25 +10,13 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import capability, on_its_device
-from phasewise.kernels.operators import differentiable
+from phasewise.kernels.operators import differentiable, last_derivative, operator
 from phasewise.kernels.packages import flash_obstacle, triton_obstacle
 
 Body = Literal["triton", "flash"]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256
 FLASH_WIDEST = 128
-
-_PLACES = "Tensor? q_index, Tensor? q_segment, Tensor? k_index, Tensor? k_segment"
-_SCORE = "int amplitude_dim, float scale, float unit, bool linear, bool causal, int? window"
-torch.library.define(
-    "phasewise::tapa",
-    f"(Tensor q, Tensor k, Tensor v, Tensor alpha, {_PLACES}, {_SCORE}, str body) -> (Tensor, Tensor)",
-)
-torch.library.define(
-    "phasewise::tapa_backward",
-    "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor out, Tensor lse, "
-    f"{_PLACES}, {_SCORE}, bool alpha_grad) -> (Tensor, Tensor, Tensor, Tensor)",
-)
 
 
 def attend(
@@ -94,7 +82,7 @@ def attend(
             f"not {alpha.dtype} {list(alpha.shape)} on {alpha.device}"
         )
     unit = (2 * math.pi if two_pi else 1.0) * (q.shape[3] - amplitude_dim) ** -0.5
-    return torch.ops.phasewise.tapa(
+    return tapa(
         q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim,
         amplitude_dim**-0.5 if scale is None else scale, unit,
         phase == "linear", causal, window, body,
@@ -150,10 +138,13 @@ def flash_unsupported(
     return flash_obstacle("phasewise.kernels.tapa_flash")
 
 
+@operator
 @on_its_device
-def _tapa(
-    q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim, scale, unit, linear, causal, window, body
-):  # fmt: skip
+def tapa(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor,
+    q_index: Tensor | None, q_segment: Tensor | None, k_index: Tensor | None, k_segment: Tensor | None,
+    amplitude_dim: int, scale: float, unit: float, linear: bool, causal: bool, window: int | None, body: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from phasewise.kernels.tapa_forward import forward
     from phasewise.kernels.tapa_score import Score
     from phasewise.kernels.tiles import EMPTY_LSE, Places, bounded
@@ -171,35 +162,33 @@ def _tapa(
     return forward(q, k, v, alpha, places, score)
 
 
+@operator
 @on_its_device
-def _tapa_backward(
-    grad_out, grad_lse, q, k, v, alpha, out, lse, q_index, q_segment, k_index, k_segment,
-    amplitude_dim, scale, unit, linear, causal, window, alpha_grad,
-):  # fmt: skip
+def tapa_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, out: Tensor, lse: Tensor,
+    q_index: Tensor | None, q_segment: Tensor | None, k_index: Tensor | None, k_segment: Tensor | None,
+    amplitude_dim: int, scale: float, unit: float, linear: bool, causal: bool, window: int | None, alpha_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from phasewise.kernels.tapa_backward import backward
     from phasewise.kernels.tapa_score import Score
     from phasewise.kernels.tiles import Places, bounded
 
     if q.numel() == 0 or k.numel() == 0:
-        return tuple(torch.zeros_like(x) for x in (q, k, v, alpha))
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(alpha)
     positions = (q_index, q_segment, k_index, k_segment)
     places = Places.of(q, k, *positions)
     score = Score(amplitude_dim, scale, unit, linear, causal, bounded(window, q, k, positions))
     return backward(grad_out, grad_lse, q, k, v, alpha, out, lse, places, score, alpha_grad=alpha_grad)
 
 
-torch.library.impl("phasewise::tapa", ("cpu", "cuda"), _tapa)
-torch.library.impl("phasewise::tapa_backward", ("cpu", "cuda"), _tapa_backward)
-
-
-@torch.library.register_fake("phasewise::tapa")
+@torch.library.register_fake(tapa)
 def _tapa_fake(q, k, v, *_):
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     return out, q.new_empty(batch, heads, length, dtype=torch.float32)
 
 
-@torch.library.register_fake("phasewise::tapa_backward")
+@torch.library.register_fake(tapa_backward)
 def _tapa_backward_fake(grad_out, grad_lse, q, k, v, alpha, *_):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(alpha)
 
@@ -212,19 +201,11 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, grad_out, grad_lse):
     q, k, v, alpha, out, lse, *places = ctx.saved_tensors
-    grads = torch.ops.phasewise.tapa_backward(
+    grads = tapa_backward(
         grad_out, grad_lse, q, k, v, alpha, out, lse, *places, *ctx.score, ctx.needs_input_grad[3]
     )
     return *grads, *[None] * (len(places) + len(ctx.score) + 1)
 
 
-def _no_second_gradient(*_):
-    raise RuntimeError(
-        "TAPA's kernel has no second derivative; for double backward use the reference implementation"
-    )
-
-
-differentiable(torch.ops.phasewise.tapa.default, _backward, _setup)
-differentiable(
-    torch.ops.phasewise.tapa_backward.default, _no_second_gradient, lambda ctx, inputs, output: None
-)
+differentiable(tapa, _backward, _setup)
+last_derivative(tapa_backward)
