@@ -166,6 +166,27 @@ def test_long_rows_in_slices_are_measured_as_rows_given_at_once(monkeypatch):
     assert sliced.accuracy == once.accuracy
 
 
+def test_many_short_rows_hold_no_more_logits_at_a_time_than_few_long_ones(monkeypatch):
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=VOCAB, width=16, layers=1, heads=2, encoding=PoPEConfig()))
+    tokens = torch.randint(VOCAB, (21, 3), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], None)
+    once = measure(model, [batch], length=2, stride=2, device=CPU, answers=True)
+    held = []
+
+    def logits(hidden):
+        held.append(hidden.shape[0] * hidden.shape[1])
+        return Transformer.logits(model, hidden)
+
+    monkeypatch.setattr(slices, "SLICE_BYTES", 4 * VOCAB * 8)
+    monkeypatch.setattr(model, "logits", logits)
+    sliced = measure(model, [batch], length=2, stride=2, device=CPU, answers=True)
+    assert max(held) == 8
+    assert sum(held) == 42
+    assert sliced.loss == pytest.approx(once.loss, rel=1e-6)
+    assert (sliced.accuracy, sliced.exact) == (once.accuracy, once.exact)
+
+
 def test_a_loss_that_is_no_number_is_an_error_with_the_remedy():
     model = Transformer(ModelConfig(vocab_size=VOCAB, width=16, layers=1, heads=2, encoding=PoPEConfig()))
     with torch.no_grad():

@@ -138,8 +138,8 @@ def test_logits_in_slices_equal_those_given_at_once(first, monkeypatch):
     with torch.no_grad():
         pieces = list(slices.sliced_logits(model, tokens, at=None, first=first))
         whole = model(tokens)
-    assert [start for start, _ in pieces] == list(range(first, 30, 8))
-    assert torch.allclose(torch.cat([logits for _, logits in pieces], 1), whole[:, first:], atol=1e-5)
+    assert [places.start for _, places, _ in pieces] == list(range(first, 30, 8))
+    assert torch.allclose(torch.cat([logits for *_, logits in pieces], 1), whole[:, first:], atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 
-from phasewise.evaluate.loss import NOT_SCORED, token_losses
+from phasewise.evaluate.loss import NOT_SCORED, graded
 from phasewise.evaluate.slices import Continues, sliced_logits
 
 MOST_GENERATED = 256
@@ -126,14 +126,8 @@ class Harness(LM):
             whole = torch.tensor(row.tokens)
             tokens[number, : len(whole) - 1] = whole[:-1]
             targets[number, row.first - 1 : len(whole) - 1] = whole[row.first :]
-        first = min(row.first for row in rows) - 1
-        losses = torch.zeros(len(rows), dtype=torch.float64)
-        greedy = torch.ones(len(rows), dtype=torch.bool)
-        for start, logits in sliced_logits(self.model, tokens.to(self._device), at=None, first=first):
-            wanted = targets[:, start : start + logits.shape[1]].to(self._device)
-            losses += token_losses(logits, wanted).double().sum(1).cpu()
-            greedy &= ((logits.argmax(-1) == wanted) | (wanted == NOT_SCORED)).all(1).cpu()
-        return zip((-losses).tolist(), greedy.tolist(), strict=True)
+        losses, right = graded(self.model, tokens.to(self._device), targets.to(self._device), at=None)
+        return zip((-losses.double().sum(1)).tolist(), right.all(1).tolist(), strict=True)
 
     @torch.no_grad()
     def _generate(self, context: str, options: dict) -> str:
@@ -154,7 +148,7 @@ class Harness(LM):
             return self.model.continued(tokens, length=length, stop=self.text.stop).tolist()
         made: list[int] = []
         while len(made) < length and made[-1:] != [self.text.stop]:
-            ((_, logits),) = sliced_logits(self.model, tokens, at=None, first=tokens.shape[1] - 1)
+            ((*_, logits),) = sliced_logits(self.model, tokens, at=None, first=tokens.shape[1] - 1)
             made.append(int(logits[0, -1].argmax()))
             tokens = torch.cat([tokens, tokens.new_tensor([made[-1:]])], 1)
         return made

@@ -101,13 +101,10 @@ def measure(
         wanted = targets != NOT_SCORED
         scored[: wanted.shape[1]] += wanted.sum(0).cpu()
         rows += len(wanted)
-        missed = torch.zeros(len(wanted), dtype=torch.int64, device=device)
-        for start, logits in sliced_logits(model, batch.tokens.to(device), at=at, first=_first(wanted)):
-            part = slice(start, start + logits.shape[1])
-            total[part] += token_losses(logits, targets[:, part]).double().sum(0).cpu()
-            missed += (wanted[:, part] & (logits.argmax(-1) != targets[:, part])).sum(1)
-        wrong += int(missed.sum())
-        whole += int((missed == 0).sum())
+        losses, right = graded(model, batch.tokens.to(device), targets, at=at)
+        total[: wanted.shape[1]] += losses.double().sum(0).cpu()
+        wrong += int((~right).sum())
+        whole += int(right.all(1).sum())
     count = int(scored.sum())
     if not count:
         raise ValueError(f"no token is scored at length {length}: choose a shorter length or more tokens")
@@ -129,6 +126,22 @@ def measure(
         by_position=_bands(total, scored),
         exact=whole / rows if answers else None,
     )
+
+
+def graded(
+    model: nn.Module, tokens: Tensor, targets: Tensor, *, at: Positions | None
+) -> tuple[Tensor, Tensor]:
+    """Losses [B, T] of targets [B, T] after `tokens` [B, T], float32, and whether each is the model's first choice.
+
+    0 and True where none is scored. Logits are held in slices, of the places from the first scored one.
+    """
+    scored = targets != NOT_SCORED
+    losses, right = torch.zeros(targets.shape, device=targets.device), ~scored
+    for rows, places, logits in sliced_logits(model, tokens, at=at, first=_first(scored)):
+        wanted = targets[rows, places]
+        losses[rows, places] = token_losses(logits, wanted)
+        right[rows, places] |= logits.argmax(-1) == wanted
+    return losses, right
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

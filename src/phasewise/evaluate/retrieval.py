@@ -16,8 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from phasewise.evaluate.loss import NOT_SCORED, token_losses
-from phasewise.evaluate.slices import sliced_logits
+from phasewise.evaluate.loss import NOT_SCORED, graded
 
 NAMES = (
     "Anna", "Boris", "Clara", "David", "Edith", "Felix", "Greta", "Henry", "Irene", "James", "Karen", "Louis",
@@ -165,19 +164,13 @@ def _ask(model: nn.Module, needles: Sequence[Needle], device: torch.device) -> l
     """The outcome of each of several needles of one length, their answers padded on the right."""
     length, longest = needles[0].length, max(len(needle.answer) for needle in needles)
     tokens = torch.zeros(len(needles), length + longest - 1, dtype=torch.int64)
-    targets = torch.full((len(needles), longest), NOT_SCORED)
+    targets = torch.full_like(tokens, NOT_SCORED)
     for row, needle in enumerate(needles):
         tokens[row, :length] = needle.tokens
         tokens[row, length : length + len(needle.answer) - 1] = needle.answer[:-1]
-        targets[row, : len(needle.answer)] = needle.answer
-    losses, right = [], []
-    for start, logits in sliced_logits(model, tokens.to(device), at=None, first=length - 1):
-        place = start - (length - 1)
-        wanted = targets[:, place : place + logits.shape[1]].to(device)
-        losses.append(token_losses(logits, wanted))
-        right.append((logits.argmax(-1) == wanted) | (wanted == NOT_SCORED))
-    exact = torch.cat(right, 1).all(1).tolist()
-    loss = torch.cat(losses, 1).double().sum(1).tolist()
+        targets[row, length - 1 : length - 1 + len(needle.answer)] = needle.answer
+    losses, right = graded(model, tokens.to(device), targets.to(device), at=None)
+    exact, loss = right.all(1).tolist(), losses.double().sum(1).tolist()
     return [
         _Outcome(*both, tokens=len(needle.answer)) for *both, needle in zip(exact, loss, needles, strict=True)
     ]

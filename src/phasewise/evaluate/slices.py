@@ -1,4 +1,4 @@
-"""A model's logits at some places of long rows, never more of them at a time than fit.
+"""A model's logits at some places of rows, never more of them at a time than fit.
 
 Letters: B rows, T tokens, W width, V vocabulary.
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from phasewise.positions import Positions
 
 SLICE_BYTES = 2**28
-"""Logits held at a time, in float32: 2^28 bytes are 1334 places of a vocabulary of 50 304."""
+"""Logits held at a time, in float32: 2^28 bytes are 1334 tokens of a vocabulary of 50 304."""
 CPU_SLICE_BYTES, CPU_SLICE_TOKENS = 2**24, 512
 """On a CPU, the larger of the two, up to `SLICE_BYTES`. Pieces of more bytes go back to the system when they are freed,
 and having them again takes as long as what is done with them; a product of fewer tokens mostly moves weights."""
@@ -41,8 +41,8 @@ class Continues(Protocol):
 
 def sliced_logits(
     model: nn.Module, tokens: Tensor, *, at: Positions | None, first: int = 0
-) -> Iterator[tuple[int, Tensor]]:
-    """Float32 logits [B, n, V] of places `first` to T - 1 of `tokens` [B, T], each slice with its first place.
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Float32 logits [b, n, V] of places `first` to T - 1 of `tokens` [B, T], after the rows and places they are of.
 
     A model that is `Split` and whose logits take more than a slice is asked for its hidden states once and for one
     slice of logits at a time; any other gives them all in one `model(tokens, at=at)`.
@@ -53,10 +53,17 @@ def sliced_logits(
         most = SLICE_BYTES
         if tokens.device.type == "cpu":
             most = min(most, max(CPU_SLICE_BYTES, CPU_SLICE_TOKENS * a_token))
-        width = max(1, most // (rows * a_token))
-        if width < length:
+        count = max(1, most // a_token)
+        if count < rows * length:
             hidden = model.hidden(tokens, at=at)
-            for start in range(first, length, width):
-                yield start, model.logits(hidden[:, start : start + width]).float()
+            height = min(rows, count)
+            for some in _parts(0, rows, height):
+                for places in _parts(first, length, count // height):
+                    yield some, places, model.logits(hidden[some, places]).float()
             return
-    yield first, model(tokens, at=at)[:, first:].float()
+    yield slice(0, rows), slice(first, length), model(tokens, at=at)[:, first:].float()
+
+
+def _parts(first: int, last: int, size: int) -> Iterator[slice]:
+    for start in range(first, last, size):
+        yield slice(start, min(start + size, last))
