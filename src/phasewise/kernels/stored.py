@@ -27,8 +27,24 @@ from phasewise.kernels.hardware import capability
 from phasewise.kernels.prepare import tile_of
 from phasewise.kernels.tiles import UNSEEN, block_width, ceil_div, describe, launch
 
-PLACES = ("first", "last", "blocks", "sides")  # not to be compiled for anew when they change
+PLACES = (
+    "first",
+    "last",
+    "blocks",
+    "sides",
+    "heads",
+    "together",
+)  # not to be compiled for anew when they change
 HOPPER_ROWS = 64  # keys of a group of warps there: the rows of one tensor core instruction
+
+
+@triton.jit
+def place(at, tiles, heads, together):
+    """Tile and head of program `at`: the tiles of `together` heads, whose inputs stay in the cache, before others."""
+    first = at // (tiles * together) * together
+    within = at - first * tiles
+    here = tl.minimum(together, heads - first)
+    return within // here, first + within % here
 
 
 @triton.jit
@@ -51,13 +67,13 @@ def sum_at(sum_ptr, head, tile, sides, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=PLACES)
 def score_grad_kernel(
     q_desc, k_desc, v_desc, dout_desc, ds_desc, lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
-    first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
+    first, last, blocks, sides, heads, together, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dv [B, H / GROUP, T, D] = p^T dout, and ds^T into the buffer; the keys most looked at first."""
-    tile = tl.program_id(1)
-    b = tl.program_id(0) // KEY_HEADS
-    key = tl.program_id(0) % KEY_HEADS
+    tile, key_head = place(tl.program_id(0), last if CAUSAL else sides, heads, together)
+    b = key_head // KEY_HEADS
+    key = key_head % KEY_HEADS
     n = tile * SIDE
     j = n + tl.arange(0, SIDE)
     k = load_tile(k_desc, b, key, n)
@@ -68,7 +84,7 @@ def score_grad_kernel(
     if CAUSAL:
         low = tl.maximum(low, n)
     if sum_ptr is not None:
-        waiting = sum_at(sum_ptr, tl.program_id(0), tile, sides, SIDE, BLOCK_D)
+        waiting = sum_at(sum_ptr, key_head, tile, sides, SIDE, BLOCK_D)
         dv = tl.load(waiting, first > (tile if CAUSAL else 0), other=0.0)
     masked_up_to = tl.where(n + SIDE > T, T, n + SIDE - 1 if CAUSAL else 0)
     for member in range(GROUP):
@@ -94,7 +110,7 @@ def score_grad_kernel(
             at = block_at(head, tile, m // SIDE, first, blocks, sides, SIDE, CAUSAL)
             ds_desc.store([at, m % SIDE], ds.to(q.dtype))
     if sum_ptr is not None:
-        tl.store(sum_at(sum_ptr, tl.program_id(0), tile, sides, SIDE, BLOCK_D), dv, last < sides)
+        tl.store(sum_at(sum_ptr, key_head, tile, sides, SIDE, BLOCK_D), dv, last < sides)
     d = tl.arange(0, BLOCK_D)
     dv_at = tile_of(dv_ptr, dv_strides, b.to(tl.int64), key, j, d)
     inside = (j[:, None] < T) & (d[None, :] < D)
@@ -103,13 +119,14 @@ def score_grad_kernel(
 
 @triton.jit(do_not_specialize=PLACES)
 def key_product_kernel(
-    ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, first, last, blocks, sides, KEY_HEADS, GROUP, T, E, scale,
+    ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, first, last, blocks, sides, heads, together,
+    KEY_HEADS, GROUP, T, E, scale,
     CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dk [B, H / GROUP, T, E] = scale ds^T q, SIDE keys a program, BLOCK_M queries at a time."""
-    tile = tl.program_id(1)
-    b = tl.program_id(0) // KEY_HEADS
-    key = tl.program_id(0) % KEY_HEADS
+    tile, key_head = place(tl.program_id(0), last if CAUSAL else sides, heads, together)
+    b = key_head // KEY_HEADS
+    key = key_head % KEY_HEADS
     n = tile * SIDE
     dk = tl.zeros([SIDE, BLOCK_E], tl.float32)
     low = first * SIDE
@@ -117,7 +134,7 @@ def key_product_kernel(
     if CAUSAL:
         low = tl.maximum(low, n)
     if sum_ptr is not None:
-        waiting = sum_at(sum_ptr, tl.program_id(0), tile, sides, SIDE, BLOCK_E)
+        waiting = sum_at(sum_ptr, key_head, tile, sides, SIDE, BLOCK_E)
         dk = tl.load(waiting, first > (tile if CAUSAL else 0), other=0.0)
     for member in range(GROUP):
         h = key * GROUP + member
@@ -128,7 +145,7 @@ def key_product_kernel(
             q = load_tile(q_desc, b, h, m)
             dk = tl.dot(ds, q, dk, input_precision="ieee")
     if sum_ptr is not None:
-        tl.store(sum_at(sum_ptr, tl.program_id(0), tile, sides, SIDE, BLOCK_E), dk, last < sides)
+        tl.store(sum_at(sum_ptr, key_head, tile, sides, SIDE, BLOCK_E), dk, last < sides)
     s = n + tl.arange(0, SIDE)
     e = tl.arange(0, BLOCK_E)
     dk_at = tile_of(dk_ptr, dk_strides, b.to(tl.int64), key, s, e)
@@ -138,12 +155,12 @@ def key_product_kernel(
 
 @triton.jit(do_not_specialize=PLACES)
 def query_product_kernel(
-    ds_desc, k_desc, dq_ptr, dq_strides, first, last, blocks, sides, H, GROUP, T, E, scale,
+    ds_desc, k_desc, dq_ptr, dq_strides, first, last, blocks, sides, heads, together, H, GROUP, T, E, scale,
     CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dq [B, H, T, E] = scale ds k, SIDE queries a program, BLOCK_N keys at a time; longest rows first."""
-    tile = last - 1 - tl.program_id(1)
-    head = tl.program_id(0)
+    before_last, head = place(tl.program_id(0), last - first, heads, together)
+    tile = last - 1 - before_last
     b = head // H
     h = head % H
     m = tile * SIDE
@@ -160,7 +177,7 @@ def query_product_kernel(
 
 
 def score_grad(
-    grid: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+    grid: tuple[int], q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
     stored: Callable[[int, int], TensorDescriptor], pointers: tuple, **numbers: Any,
 ) -> None:  # fmt: skip
     """`score_grad_kernel`, or what takes its place where the hardware has more to offer."""
@@ -246,16 +263,16 @@ def backward(
         here = {"first": first, "last": last, "blocks": blocks, **shared}
         key_tiles = last if causal else sides
         score_grad(
-            (rows * key_heads, key_tiles), q, k, v, dout, stored, (lse2, delta, dv, dv.stride(), dv_sum),
-            KEY_HEADS=key_heads, PADDED=delta.shape[2], D=value_width, scale_log2=scale * math.log2(math.e),
-            **(here | meta),
+            (rows * key_heads * key_tiles,), q, k, v, dout, stored, (lse2, delta, dv, dv.stride(), dv_sum),
+            heads=rows * key_heads, KEY_HEADS=key_heads, PADDED=delta.shape[2], D=value_width,
+            scale_log2=scale * math.log2(math.e), **(here | meta),
         )  # fmt: skip
-        key_product_kernel[(rows * key_heads, key_tiles)](
-            stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), dk_sum, KEY_HEADS=key_heads,
-            **products, **here, **key_meta,
+        key_product_kernel[(rows * key_heads * key_tiles,)](
+            stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), dk_sum, heads=rows * key_heads,
+            KEY_HEADS=key_heads, **products, **here, **key_meta,
         )  # fmt: skip
         # After the key product, which reads q: dq may take its place.
-        query_product_kernel[(rows * heads, last - first)](
-            stored(query_n, side), describe(k, query_n, block_e), dq, dq.stride(), H=heads,
+        query_product_kernel[(rows * heads * (last - first),)](
+            stored(query_n, side), describe(k, query_n, block_e), dq, dq.stride(), heads=rows * heads, H=heads,
             **products, **here, **query_meta,
         )  # fmt: skip

@@ -40,6 +40,15 @@ def exp2(x):
 
 
 @gluon.jit
+def place(at, tiles, heads, together):
+    """As `stored.place`."""
+    first = at // (tiles * together) * together
+    within = at - first * tiles
+    here = gl.minimum(together, heads - first)
+    return within // here, first + within % here
+
+
+@gluon.jit
 def load(
     q_desc, k_desc, v_desc, dout_desc, k_smem, v_smem, q_smem, dout_smem, keys_ready, full, empty,
     b, key, n, low, high, GROUP,
@@ -70,7 +79,7 @@ def load(
 @gluon.jit
 def score(
     group, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
-    lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, high,
+    lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
     first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
     CAUSAL: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
@@ -91,7 +100,7 @@ def score(
     v = v_smem.index(group).reshape([ROWS, BLOCK_D])
     ds_tile = ds_smem.index(group)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, dv_layout)
-    sum_at = (gl.program_id(0).to(gl.int64) * sides * SIDE + s.to(gl.int64))[:, None] * BLOCK_D + d[None, :]
+    sum_at = (key_head.to(gl.int64) * sides * SIDE + s.to(gl.int64))[:, None] * BLOCK_D + d[None, :]
     if sum_ptr is not None:
         dv = gl.load(sum_ptr + sum_at, first > (tile if CAUSAL else 0), other=0.0)
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, score_layout)
@@ -147,16 +156,16 @@ def score(
     gl.store(dv_at, dv.to(dtype), (s < T)[:, None] & (d < D)[None, :] & (last == sides))
 
 
-@gluon.jit(do_not_specialize=("first", "last", "blocks", "sides"))
+@gluon.jit(do_not_specialize=("first", "last", "blocks", "sides", "heads", "together"))
 def score_grad_kernel(
     q_desc, k_desc, v_desc, dout_desc, ds_desc, lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
-    first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
+    first, last, blocks, sides, heads, together, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
     CAUSAL: gl.constexpr, SIDE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `stored.score_grad_kernel`."""
-    tile = gl.program_id(1)
-    b = gl.program_id(0) // KEY_HEADS
-    key = gl.program_id(0) % KEY_HEADS
+    tile, key_head = place(gl.program_id(0), last if CAUSAL else sides, heads, together)
+    b = key_head // KEY_HEADS
+    key = key_head % KEY_HEADS
     low = first * SIDE
     if CAUSAL:
         low = gl.maximum(low, tile * SIDE)
@@ -177,12 +186,12 @@ def score_grad_kernel(
         [
             (score, (
                 0, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
-                lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, high,
+                lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
                 first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2, CAUSAL, SIDE,
             )),
             (score, (
                 1, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
-                lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, b, key, tile, low, high,
+                lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
                 first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2, CAUSAL, SIDE,
             )),
             (load, (
