@@ -56,6 +56,8 @@ def test_an_empty_call_gives_an_empty_output(impl, batch, length):
         (lambda: Positions.arange(-1), "length must be whole numbers from 0"),
         (lambda: Positions.packed([1.5]), "document lengths must be whole numbers"),
         (lambda: Positions.packed([-1]), "document lengths must be whole numbers"),
+        (lambda: Positions.cu_seqlens(torch.zeros(2), 3), r"int32 or int64 \[documents \+ 1\]"),
+        (lambda: Positions.cu_seqlens(torch.tensor([0, 2]), -1), "length must be whole numbers"),
         (lambda: Positions.grid([-1, 2]), "shape must be whole numbers"),
         (lambda: Positions.grid([5]), "size of each axis"),
         (

@@ -51,6 +51,28 @@ def test_a_key_is_seen_in_the_same_segment_not_after_and_within_the_window(
         assert mask[0, t, s].item() == expected
 
 
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 3), max_size=5),
+    before=st.integers(0, 2),
+    after=st.integers(0, 2),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_boundaries_place_documents_as_their_lengths_do_and_the_rest_is_padding(
+    lengths, before, after, dtype
+):
+    boundaries = torch.tensor([before, *(before + total for total in itertools.accumulate(lengths))])
+    at = Positions.cu_seqlens(boundaries.to(dtype), before + sum(lengths) + after)
+    packed = Positions.packed(lengths)
+    padding = at.segment == -1
+    assert padding[0].nonzero()[:, 0].tolist() == [
+        *range(before),
+        *range(before + sum(lengths), before + sum(lengths) + after),
+    ]
+    assert torch.equal(at.index[~padding], packed.index[0])
+    assert torch.equal(at.segment[~padding], packed.segment[0])
+
+
 @given(
     rows=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4),
     length=st.integers(1, 4),

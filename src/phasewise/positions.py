@@ -82,6 +82,32 @@ class Positions:
         return cls((torch.arange(len(segment), device=device) - first)[None], segment[None])
 
     @classmethod
+    def cu_seqlens(cls, boundaries: Tensor, length: int) -> Positions:
+        """`packed` from the boundaries that FlashAttention's functions of variable length take.
+
+        boundaries: int32 or int64 [documents + 1], not falling: document n holds the places from boundaries[n]
+            up to boundaries[n + 1]. Of `length` places those outside of all documents are padding. Values are
+            not read on the host, so none are checked.
+
+        Raises ValueError for another dtype or shape.
+
+        >>> Positions.cu_seqlens(torch.tensor([0, 2, 5], dtype=torch.int32), 6).segment.tolist()
+        [[0, 0, 1, 1, 1, -1]]
+        """
+        _check_counts("length", [length])
+        if boundaries.dtype not in (torch.int32, torch.int64) or boundaries.ndim != 1 or len(boundaries) == 0:
+            raise ValueError(
+                "boundaries must be int32 or int64 [documents + 1], but are "
+                f"{boundaries.dtype} {list(boundaries.shape)}"
+            )
+        starts = boundaries.to(torch.int64)
+        place = torch.arange(length, device=boundaries.device)
+        document = torch.searchsorted(starts, place, right=True) - 1
+        inside = (document >= 0) & (place < starts[-1])
+        index = place - starts[document.clamp(min=0)]
+        return cls((index * inside)[None], torch.where(inside, document, PADDING)[None])
+
+    @classmethod
     def padded(cls, mask: Tensor) -> Positions:
         """Places of a padded batch; `mask` is [B, T], True (or 1) at real tokens, padding on either side.
 

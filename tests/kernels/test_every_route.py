@@ -1,0 +1,257 @@
+"""What holds for every encoding under every fused implementation: registration, graphs, recomputation, large tensors.
+
+Without a GPU Triton's interpreter stands for "triton"; the bodies of others run on a GPU alone.
+"""
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton", reason="triton is not installed")
+from phasewise import TAPA, ALiBi, NoPE, PoPE, Positions, RoPE, attention
+from phasewise.encodings import Encoding
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+HALF = torch.bfloat16 if GPU else torch.float32
+HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
+FLASH = HOPPER and importlib.util.find_spec("flash_attn") is not None
+pytestmark = [pytest.mark.gpu] if GPU else []
+on_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+
+ROUTES = [(name, "triton") for name in ("nope", "rope", "pope", "tapa", "alibi")]
+ROUTES += [(name, "cudnn") for name in ("nope", "rope", "pope")] if HOPPER else []
+ROUTES += [(name, "flash") for name in ("nope", "rope", "pope", "tapa")] if FLASH else []
+every_route = pytest.mark.parametrize(("name", "impl"), ROUTES)
+
+
+def encoding_of(name: str, heads: int, width: int) -> Encoding:
+    torch.manual_seed(1)
+    encoding: Encoding = {
+        "nope": NoPE,
+        "rope": functools.partial(RoPE, head_dim=width),
+        "pope": functools.partial(PoPE, num_heads=heads, head_dim=width, phase_init="uniform"),
+        "tapa": functools.partial(TAPA, head_dim=width),
+        "alibi": functools.partial(ALiBi, num_heads=heads),
+    }[name]()
+    return encoding.to(DEVICE)
+
+
+def drawn(rows: int, length: int, heads: int, width: int, *, seed: int = 0, groups: int = 1) -> list[Tensor]:
+    """q, k, v and a gradient of the output, stored place by place."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return [
+        torch.randn(rows, length, count, width, generator=generator, device=DEVICE, dtype=HALF).transpose(
+            1, 2
+        )
+        for count in (heads, heads // groups, heads // groups, heads)
+    ]
+
+
+def trained(tensors: list[Tensor], encoding: Encoding, impl: str) -> list[Tensor]:
+    """Output, and gradients of q, k, v and what the encoding learns."""
+    *leaves, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = attention(*leaves, encoding, impl=impl)
+    return [out.detach(), *torch.autograd.grad(out, [*leaves, *encoding.parameters()], dout)]
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, tensors: list[Tensor], encoding: Encoding, impl: str) -> list:
+    """The operators that attention calls, each with its arguments."""
+    from phasewise.kernels import separable, tapa
+
+    calls = []
+
+    def noted(operator):
+        def call(*arguments):
+            calls.append((operator, arguments))
+            return operator(*arguments)
+
+        return call
+
+    monkeypatch.setattr(separable, "separable", noted(separable.separable))
+    if isinstance(encoding, TAPA):
+        monkeypatch.setattr(tapa, "tapa", noted(tapa.tapa))
+    attention(*tensors[:3], encoding, impl=impl)
+    monkeypatch.undo()
+    return calls
+
+
+@pytest.mark.slow
+@every_route
+def test_operators_pass_every_check_of_their_registration(name, impl, monkeypatch):
+    length, width = (130, 64) if GPU else (9, 8)
+    encoding = encoding_of(name, 2, width)
+    calls = calls_of(monkeypatch, drawn(1, length, 2, width), encoding, impl)
+    assert len(calls) == 1
+    operator, arguments = calls[0]
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().requires_grad_(x.ndim == 4 or x.shape == (2, width))
+
+    arguments = tree_map_only(Tensor, leaf, arguments)
+    results = torch.library.opcheck(operator, arguments)
+    assert len(results) == 4
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.slow
+@every_route
+def test_compiled_whole_one_dynamic_graph_gives_the_same_output_and_gradients(name, impl):
+    encoding = encoding_of(name, 2, 16)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, encoding, impl=impl).float().square().sum()
+
+    torch.compiler.reset()  # a process compiles a function for so many encodings and no more
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=graphs)
+    for length in (18, 20, 33):  # up to 16 queries are asked whether they decode
+        leaves = [x.requires_grad_() for x in drawn(1, length, 2, 16, seed=length)[:3]]
+        learned = [*leaves, *encoding.parameters()]
+        for ours, right in zip(
+            torch.autograd.grad(compiled(*leaves), learned),
+            torch.autograd.grad(loss(*leaves), learned),
+            strict=True,
+        ):
+            assert torch.equal(ours, right)
+    assert len([graph for graph in graphs.graphs if len(graph.graph.nodes) > 0]) == 1
+
+
+@every_route
+def test_recomputed_activations_give_the_same_gradients(name, impl):
+    length, width = (300, 64) if GPU else (17, 8)
+    encoding = encoding_of(name, 2, width)
+    *tensors, dout = drawn(1, length, 2, width)
+    found = []
+    for recompute in (False, True):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        call = functools.partial(attention, encoding=encoding, impl=impl)
+        out = checkpoint(call, *leaves, use_reentrant=False) if recompute else call(*leaves)
+        found.append(torch.autograd.grad(out, [*leaves, *encoding.parameters()], dout))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@every_route
+def test_saved_for_the_backward_is_nothing_wider_than_queries_and_keys(name, impl):
+    length, width = (300, 64) if GPU else (17, 8)
+    encoding = encoding_of(name, 2, width)
+    *tensors, _ = drawn(2, length, 2, width)
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    saved = {}
+
+    def keep(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = attention(*leaves, encoding, impl=impl)
+    wide = [x for x in saved.values() if x.ndim == 4]
+    assert len(wide) == 4  # q, k, v and the output
+    assert all(x.shape[3] == width for x in wide)
+    elements = sum(x.numel() for x in saved.values() if x.ndim != 4)
+    angles = 2 * length * width  # at most, shared by rows and heads
+    assert elements <= out.shape[:3].numel() + angles + 2 * width + 2
+
+
+@every_route
+def test_second_derivatives_are_refused_with_the_remedy(name, impl):
+    encoding = encoding_of(name, 2, 16)
+    leaves = [x.requires_grad_() for x in drawn(1, 9, 2, 16)[:3]]
+    out = attention(*leaves, encoding, impl=impl)
+    (dq,) = torch.autograd.grad(out.float().square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="second"):
+        torch.autograd.grad(dq.float().sum(), leaves[0])
+
+
+@every_route
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_gradients_do_not_depend_on_which_are_asked_for(name, impl, wanted):
+    length, width = (130, 64) if GPU else (9, 8)
+    encoding = encoding_of(name, 2, width)
+    tensors = drawn(1, length, 2, width)
+    everything = trained(tensors, encoding, impl)
+    *leaves, dout = (x.detach() for x in tensors)
+    for at in wanted:
+        leaves[at].requires_grad_()
+    encoding.requires_grad_(False)
+    out = attention(*leaves, encoding, impl=impl)
+    for at, grad in zip(wanted, torch.autograd.grad(out, [leaves[at] for at in wanted], dout), strict=True):
+        assert torch.equal(grad, everything[1 + at])
+
+
+@on_gpu
+@every_route
+def test_a_graph_replayed_on_new_inputs_gives_their_output_and_gradients(name, impl):
+    for width in (64, 128):
+        encoding = encoding_of(name, 4, width)
+        first, second = (drawn(2, 1000, 4, width, seed=seed, groups=2) for seed in (0, 1))
+        expected = [trained(tensors, encoding, impl) for tensors in (first, second)]
+        held = [x.clone() for x in first]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            trained(held, encoding, impl)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = trained(held, encoding, impl)
+        for tensors, right in ((second, expected[1]), (first, expected[0]), (first, expected[0])):
+            for x, y in zip(held, tensors, strict=True):
+                x.copy_(y)
+            for x in found:
+                x.fill_(torch.nan)
+            graph.replay()
+            assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+
+
+@on_gpu
+@every_route
+def test_rows_beyond_two_to_the_31_elements_have_their_own_output_and_gradients(name, impl):
+    rows, length, heads, width = 1025, 1024, 16, 128
+    encoding = encoding_of(name, heads, width)
+    tensors = drawn(rows, length, heads, width)
+    assert tensors[0].numel() > 2**31
+    some = [x[-2:].clone() for x in tensors]
+    everything = [x[-2:] for x in trained(tensors, encoding, impl)[:4]]
+    for ours, right in zip(everything, trained(some, encoding, impl)[:4], strict=True):
+        assert torch.equal(ours, right)
+
+
+@on_gpu
+@pytest.mark.parametrize("impl", ["auto", "cudnn", "triton"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_pope_trains_in_at_most_a_quarter_more_memory_than_rope(width, impl):
+    if impl == "cudnn" and not HOPPER:
+        pytest.skip("cuDNN at PoPE's widths needs Hopper")
+    peak = {}
+    for name in ("rope", "pope"):
+        encoding = encoding_of(name, 16, width)
+        tensors = drawn(4, 8192, 16, width)
+        trained(tensors, encoding, impl)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        trained(tensors, encoding, impl)
+        peak[name] = torch.cuda.max_memory_allocated()
+    assert peak["pope"] <= 1.25 * peak["rope"], peak
+
+
+@pytest.mark.parametrize("name", ["nope", "rope", "pope", "tapa", "alibi"])
+def test_documents_between_boundaries_of_either_form_are_those_alone(name):
+    lengths = [20, 1, 33, 10] if GPU else [7, 1, 5]
+    boundaries = torch.tensor([0, *lengths], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
+    total = sum(lengths) + 3
+    encoding = encoding_of(name, 2, 16)
+    tensors = [x.float() for x in drawn(1, total, 2, 16)[:3]]
+    at = Positions.cu_seqlens(boundaries, total)
+    out = attention(*tensors, encoding, q_at=at, k_at=at, impl="triton")
+    parts = [part.split([*lengths, 3], dim=2)[:-1] for part in tensors]
+    alone = [attention(*document, encoding, impl="reference") for document in zip(*parts, strict=True)]
+    torch.testing.assert_close(out[:, :, :-3], torch.cat(alone, 2), rtol=1e-4, atol=1e-4)
+    assert not out[:, :, -3:].any()
