@@ -1,0 +1,90 @@
+"""Every length around the tiles, every width and every dtype, for each implementation that auto may choose."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+from phasewise.kernels import tapa
+from tests.kernels.separable_oracle import GPU, Case, holds
+from tests.kernels.test_tapa import assert_within_budget, inputs
+
+HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
+FLASH = HOPPER and importlib.util.find_spec("flash_attn") is not None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+HALF = torch.bfloat16
+LENGTHS = (1, 2, 15, 63, 111, 217, 1023, 1025, 4096)
+WIDTHS = range(16, 257, 8)
+
+
+def square(length: int, width: int, preparation: str, **options) -> Case:
+    return Case(length, length, width=width, v_width=width, preparation=preparation, **options)
+
+
+def at_every_length() -> Iterator[Case]:
+    for length in LENGTHS:
+        for dtype in (torch.float32, torch.float16, HALF):
+            yield square(length, 64, "none", dtype=dtype, slopes=True)
+            yield square(length, 64, "rope", dtype=dtype)
+        for dtype in (torch.float32, torch.float16):
+            yield square(length, 64, "softplus", dtype=dtype)
+        yield square(length, 64, "softplus", dtype=HALF, causal=False)
+        if HOPPER and length > 1:
+            yield square(length, 64, "softplus", dtype=HALF, body="cudnn")
+            yield square(length, 64, "softplus", dtype=HALF, body="cudnn", causal=False, group=2)
+            yield square(length, 128, "softplus", dtype=torch.float16, body="cudnn")
+            yield square(length, 128, "rope", dtype=HALF, body="cudnn", group=2)
+            yield square(length, 64, "none", dtype=HALF, body="cudnn")
+        if FLASH:
+            yield square(length, 64, "softplus", dtype=HALF, body="flash", causal=False)
+            yield square(length, 64, "softplus", dtype=torch.float16, body="flash", group=2)
+            yield square(length, 128, "softplus", dtype=HALF, body="flash")
+            yield square(length, 128, "rope", dtype=HALF, body="flash", group=2)
+
+
+def at_other_sizes() -> Iterator[Case]:
+    """Queries shorter and longer than keys, unequal and odd widths, where each body takes them."""
+    for body in ("cudnn",) * HOPPER + ("flash",) * FLASH:
+        for width, v_width in ((16, 16), (24, 40), (80, 80), (96, 64), (64, 128), (120, 104)):
+            yield Case(217, 217, width=width, v_width=v_width, preparation="softplus", dtype=HALF, body=body)
+            yield Case(217, 217, width=width, v_width=v_width, preparation="rope", dtype=HALF, body=body)
+    for body in ("flash",) * FLASH:
+        for queries, keys in ((1, 1025), (111, 1023), (1024, 1088), (217, 63)):
+            yield Case(queries, keys, width=64, v_width=64, preparation="softplus", dtype=HALF, body=body)
+            yield Case(
+                queries, keys, width=128, v_width=128, preparation="rope", dtype=HALF, body=body, group=2
+            )
+    for body in ("cudnn",) * HOPPER:
+        for queries, keys in ((111, 1023), (217, 63)):
+            yield Case(queries, keys, width=64, v_width=64, preparation="softplus", dtype=HALF, body=body,
+                       causal=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*at_every_length(), *at_other_sizes()], ids=str)
+def test_every_length_is_within_twice_the_eager_error_where_memory_is_nan(case):
+    holds(case)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_multiple_of_eight_is_a_width_of_pope_and_of_rope(width):
+    holds(square(150, width, "softplus", dtype=HALF, group=2))
+    holds(square(150, width, "rope", dtype=HALF))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_multiple_of_eight_is_a_width_of_tapa(width):
+    tensors = inputs(150, heads=2, width=width, v_width=width, dtype=HALF)
+    assert_within_budget(tensors, amplitude_dim=width // 2)
+
+
+@pytest.mark.skipif(not FLASH, reason="needs a Hopper GPU and flash-attn-4")
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tapa_of_auto_is_the_equation_at_every_length(length, width):
+    def attend(*tensors, **options):
+        return tapa.attend(*tensors, body="flash", **options)
+
+    tensors = inputs(length, width=width, v_width=width, dtype=HALF)
+    assert_within_budget(tensors, attend=attend, amplitude_dim=width // 2)
