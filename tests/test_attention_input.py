@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from phasewise import Positions, RoPE, RoPEConfig, attention
+from phasewise import TAPA, ALiBi, NoPE, PoPE, Positions, RoPE, RoPEConfig, attention
 
 
 def tensors(dtype=torch.float32):
@@ -34,6 +34,12 @@ def tensors(dtype=torch.float32):
         ({"window": 2.5}, "whole number"),
         ({"window": True}, "whole number"),
         ({"scale": float("nan")}, "finite"),
+        ({"scale": torch.tensor(0.5, requires_grad=True)}, "a number, but is Tensor; give a float"),
+        ({"scale": "1"}, "a number, but is str"),
+        ({"causal": "no"}, "True or False, but is 'no'"),
+        ({"causal": None}, "True or False, but is None"),
+        ({"q": torch.zeros(1, 2, 3, 8).to_sparse()}, "q is torch.sparse_coo, and attention takes dense"),
+        ({"encoding": PoPE(num_heads=2, head_dim=8).to("meta")}, r"phase is on meta.*encoding.to\('cpu'\)"),
     ],
 )
 def test_what_does_not_fit_is_named(change, message):
@@ -41,6 +47,26 @@ def test_what_does_not_fit_is_named(change, message):
     given = {"q": q, "k": k, "v": v, "encoding": RoPE(head_dim=8)} | change
     with pytest.raises(ValueError, match=message):
         attention(given.pop("q"), given.pop("k"), given.pop("v"), given.pop("encoding"), **given)
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [NoPE(), RoPE(head_dim=8), PoPE(num_heads=2, head_dim=8), TAPA(head_dim=8), ALiBi(num_heads=2)],
+    ids=lambda encoding: encoding.kind,
+)
+@pytest.mark.parametrize("window", [None, 2])
+def test_shapes_can_be_asked_for_on_the_meta_device(encoding, window):
+    q, k, v = (x.to("meta") for x in tensors())
+    out = attention(q, k, v[..., :5], encoding.to("meta"), window=window)
+    assert out.device.type == "meta"
+    assert out.shape == (1, 2, 3, 5)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), 1])
+def test_numbers_of_numpy_are_numbers(number):
+    q, k, v = (torch.ones(1, 2, 3, 8) for _ in range(3))
+    expected = attention(q, k, v, NoPE(), scale=float(number), window=2)
+    assert torch.equal(attention(q, k, v, NoPE(), scale=number, window=np.int64(2)), expected)
 
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, overload
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from phasewise.blocked import causal_blocked
 from phasewise.encodings import ALiBi
-from phasewise.encodings.base import Encoding
+from phasewise.encodings.base import Encoding, exact
 from phasewise.fused import BODIES, Call, Hardware, decode_obstacle, decoded, fused, obstacle
 from phasewise.positions import Positions, check_view, check_window, visible
 from phasewise.reference import reference
@@ -109,6 +110,12 @@ def attention(
     torch.Size([1, 2, 5, 16])
     """
     call = _validate(q, k, v, encoding, q_at, k_at, causal=causal, window=window, scale=scale)
+    for name, learned in encoding.named_parameters():
+        if learned.device != q.device:
+            raise ValueError(
+                f"the encoding's {name} is on {learned.device}, but q is on {q.device}; "
+                f"use encoding.to({str(q.device)!r})"
+            )
     hardware = Hardware.of(q)
     chosen = _choose(call, impl, return_lse, hardware).impl
     if chosen == "sdpa":
@@ -255,7 +262,7 @@ def _sdpa(call: Call) -> Tensor:
         flags["is_causal"] = True
     if q.shape[1] != k.shape[1]:
         flags["enable_gqa"] = True
-    with torch.autocast(q.device.type, enabled=False):  # which would round a bias and change v's dtype
+    with exact(q.device):  # autocast would round a bias and change v's dtype
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, **flags)[..., :width]
     return out if empty is None else torch.where(empty, 0.0, out)
 
@@ -287,6 +294,11 @@ def _validate(
             raise ValueError(f"{name} must be a tensor, but is {type(x).__name__}; use torch.as_tensor")
         if x.ndim != 4:
             raise ValueError(f"{name} must be [batch, heads, length, width], but has shape {tuple(x.shape)}")
+        if x.layout != torch.strided:
+            raise ValueError(
+                f"{name} is {x.layout}, and attention takes dense tensors; pad it, or lay documents end to end "
+                "and give their places (Positions.packed)"
+            )
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} is {x.dtype}; attention takes float16, bfloat16, float32 and float64")
         if x.dtype != q.dtype or x.device != q.device:
@@ -304,6 +316,12 @@ def _validate(
         raise ValueError(f"q and k must have one width, but q is {width} wide and k {k.shape[3]}")
     if groups == 0 or heads % groups:
         raise ValueError(f"{heads} query heads do not divide over {groups} kv heads; use a divisor")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, but is {causal!r}")
+    if scale is not None and not isinstance(scale, Real | torch.SymFloat):
+        raise ValueError(
+            f"scale must be a number, but is {type(scale).__name__}; give a float, which gets no gradient"
+        )
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, but is {scale}; None takes the encoding's own")
     for name, at in (("q_at", q_at), ("k_at", k_at)):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from phasewise.encodings.base import Encoding, working_dtype
+from phasewise.encodings.base import Encoding, exact, working_dtype
 from phasewise.positions import Positions, visible
 
 EMPTY_LSE = -1e30  # log-sum-exp of a row that sees nothing: finite, so that no arithmetic on it makes a NaN
@@ -68,7 +68,7 @@ def _softmax_values(scores: Tensor, mask: Tensor, v: Tensor) -> tuple[Tensor, Te
     total = total + empty
     batch, heads, length, keys = weights.shape
     grouped = (weights / total).reshape(batch, v.shape[1], -1, keys)
-    with torch.autocast(v.device.type, enabled=False):
+    with exact(v.device):
         out = (grouped @ v).reshape(batch, heads, length, v.shape[-1])
     lse = torch.where(empty, EMPTY_LSE, highest + total.log())
     return out, lse.squeeze(-1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -102,9 +103,15 @@ def products(q: Tensor, k: Tensor) -> Tensor:
     dtype = working_dtype(q.dtype)
     batch, heads, length, width = q.shape
     groups = k.shape[1]
-    with torch.autocast(q.device.type, enabled=False):
+    with exact(q.device):
         grouped = q.to(dtype).reshape(batch, groups, (heads // groups) * length, width)
         return (grouped @ k.to(dtype).transpose(-1, -2)).reshape(batch, heads, length, k.shape[2])
+
+
+def exact(device: torch.device) -> AbstractContextManager[object]:
+    """Where autocast, which would narrow what follows, is off; the meta device has none."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
 def distances(q_at: Positions, k_at: Positions) -> Tensor:
