@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise import TAPA, ALiBi, NoPE, PoPE, Positions, RoPE, attention
 from phasewise.encodings import Encoding
+from tests.kernels.separable_oracle import Case, holds
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -184,6 +185,18 @@ def test_gradients_do_not_depend_on_which_are_asked_for(name, impl, wanted):
     out = attention(*leaves, encoding, impl=impl)
     for at, grad in zip(wanted, torch.autograd.grad(out, [leaves[at] for at in wanted], dout), strict=True):
         assert torch.equal(grad, everything[1 + at])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("preparation", "width", "v_width"),
+    [
+        ("none", 5, 3), ("rope", 20, 20), ("rope", 6, 8), ("softplus", 10, 16), ("softplus", 12, 5),
+        ("relu", 13, 8), ("identity", 6, 6),
+    ],
+)  # fmt: skip
+def test_widths_that_are_no_multiples_of_eight_are_widened_inside(preparation, width, v_width, dtype):
+    holds(Case(17, 17, width=width, v_width=v_width, preparation=preparation, dtype=dtype, group=2))
 
 
 @on_gpu

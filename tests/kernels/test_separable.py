@@ -224,7 +224,8 @@ def test_unsupported_says_what_would_work():
     assert separable.unsupported("cudnn", **{**call, "qk_width": 128, "capability": (10, 0)}) is None
     refused = {
         ("triton", "dtype", torch.float64): "float32, float16 and bfloat16",
-        ("triton", "qk_width", 20): "multiples of 8",
+        ("triton", "qk_width", 0): "from 1",
+        ("triton", "qk_width", 516): "up to 512",
         ("triton", "capability", (7, 5)): "8.0",
         ("cudnn", "keys", 65): "as many queries as keys",
         ("cudnn", "capability", (10, 0)): "above 128 on compute capability 9.0 alone",

@@ -1,13 +1,15 @@
 """Attention for encodings whose score is a product, <f(q), g(k)>: NoPE, RoPE, PoPE, and ALiBi's slopes on top.
 
 Tensors only: q `[B, H, T, D]`, k `[B, H / group, S, D]`, v `[B, H / group, S, Dv]`, any strides, gradients to all
-three. Positions are optional int64 `[B | 1, T]` and `[B | 1, S]`; without any, query t sits at S - T + t, key s at
-s, all in one segment, and tiles nobody sees are never visited. Each function returns the output `[B, H, T, Dv]` and
-the natural log-sum-exp `[B, H, T]`; a row that sees nothing gets output 0, log-sum-exp -1e30 and no gradient.
+three; widths that are no multiples of 8 are widened inside. Positions are optional int64 `[B | 1, T]` and
+`[B | 1, S]`; without any, query t sits at S - T + t, key s at s, all in one segment, and tiles nobody sees are never
+visited. Each function returns the output `[B, H, T, Dv]` and the natural log-sum-exp `[B, H, T]`; a row that sees
+nothing gets output 0, log-sum-exp -1e30 and no gradient.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from phasewise.kernels.hardware import capability
 from phasewise.kernels.library import Body, Preparation, separable
@@ -16,6 +18,10 @@ from phasewise.kernels.packages import flash_obstacle, triton_obstacle
 __all__ = ["attend", "pope", "rope", "unsupported"]
 
 _HALVES = (torch.float16, torch.bfloat16)
+WHOLE = 8  # what widths are widened to multiples of: 16 bytes in half precision
+ABSENT = (
+    -6e4
+)  # what queries and keys are widened with where softplus follows, which makes it 0; float16 holds it
 _GRID = 65_535  # programs on the axes of a CUDA grid where flash-attn-4 and cuDNN have rows and heads
 
 
@@ -34,8 +40,9 @@ def unsupported(
     'cudnn takes float16 and bfloat16, not float32'
     """
     kind = str(dtype).removeprefix("torch.")
-    if min(qk_width, v_width) < 8 or qk_width % 8 or v_width % 8:
-        return f"{body} takes widths that are multiples of 8, not {qk_width} and {v_width}"
+    if min(qk_width, v_width) < 1:
+        return f"{body} takes widths from 1, not {qk_width} and {v_width}"
+    qk_width, v_width = qk_width + -qk_width % WHOLE, v_width + -v_width % WHOLE
     if body == "triton":
         if dtype not in (torch.float32, *_HALVES):
             return f"triton takes float32, float16 and bfloat16, not {kind}"
@@ -144,4 +151,24 @@ def _call(
         if x is not None and (x.dtype != torch.float32 or x.requires_grad):
             raise ValueError(f"{name} must be float32 and gets no gradient, got {x.dtype}")
     settings = (preparation, factor, scale, causal, window, body)
-    return separable(q, k, v, *angles, *places, slopes, *settings)[:2]
+    v_width = v.shape[3]
+    if width % WHOLE or v_width % WHOLE:
+        q, k, v, angles = _widened(q, k, v, angles, preparation)
+    out, lse, *_ = separable(q, k, v, *angles, *places, slopes, *settings)
+    return (out if v.shape[3] == v_width else out[..., :v_width]), lse
+
+
+def _widened(
+    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor | None, Tensor | None, Tensor | None],
+    preparation: Preparation,
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:  # fmt: skip
+    """The same attention in widths that are multiples of 8: what is added to queries and keys has no magnitude."""
+    polar = preparation not in ("none", "rope")
+    extra = -q.shape[3] % (WHOLE // 2 if polar else WHOLE)
+    if extra:
+        value = ABSENT if preparation == "softplus" else 0.0
+        q, k = (pad(x, (0, extra), value=value) for x in (q, k))
+    if extra and polar:
+        q_angle, k_angle, phase = (x if x is None else pad(x, (0, extra)) for x in angles)
+        angles = (q_angle, k_angle, phase)
+    return q, k, pad(v, (0, -v.shape[3] % WHOLE)), angles
