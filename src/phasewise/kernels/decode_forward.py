@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phasewise.kernels.prepare import expanded_like, magnitude, turn
+from phasewise.kernels.decode_parts import (
+    combined,
+    multiprocessors,
+    pair,
+    tiles_each,
+    turned_back,
+    turns,
+)
 from phasewise.kernels.tapa_score import cosine, distance, phase_product, power
 from phasewise.kernels.tiles import (
     EMPTY,
@@ -23,6 +30,7 @@ from phasewise.kernels.tiles import (
     LOG2E,
     UNSEEN,
     block_width,
+    ceil_div,
     launch,
     load_places,
     power_of_two,
@@ -35,17 +43,7 @@ KERNELS = {
     "tapa-linear": "tapa",
 }  # fmt: skip
 
-TURN: tl.constexpr = tl.constexpr(2 * math.pi)
-PER_TURN: tl.constexpr = tl.constexpr(0.5 / math.pi)
 SCAN: tl.constexpr = tl.constexpr(2048)
-MOST_TILES = 512  # a program: in half precision each adds 6e-8 to an angle, so 3e-5 in all
-
-
-@triton.jit
-def turns(place, rates, FAST: tl.constexpr):
-    """cos and sin of places times rates (float64, radians a place), reduced in float64."""
-    angle = place * (rates * PER_TURN)
-    return turn((angle - tl.floor(angle + 0.5)).to(tl.float32) * TURN, FAST)
 
 
 @triton.jit
@@ -54,44 +52,6 @@ def load_part(at, column_stride, inside, first, WIDTH: tl.constexpr, BLOCK: tl.c
     c = tl.arange(0, BLOCK)
     seen = inside[:, None] & (c < WIDTH)[None, :]
     return tl.load(at[:, None] + (first + c)[None, :] * column_stride, seen, other=0.0)
-
-
-@triton.jit
-def product(x, y):
-    """x y in half precision, two at a time."""
-    if x.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }", "=r,r,r", [x, y],
-            dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float16, is_pure=True, pack=2
-        )
-
-
-@triton.jit
-def pair(x, y, cos, sin, KIND: tl.constexpr, FAST: tl.constexpr):
-    """What is turned, as two parts: RoPE's pairs (x, y), or PoPE's magnitude of x times cosines and sines.
-
-    In half precision when PoPE's cosines are: two roundings more, and half the multiplications.
-    """
-    if KIND == "rope":
-        x, y = x.to(tl.float32), y.to(tl.float32)
-        return x * cos - y * sin, y * cos + x * sin
-    else:
-        size, _ = magnitude(x.to(tl.float32), KIND, FAST)
-        if cos.dtype == tl.float32:
-            return size * cos, size * sin
-        else:
-            size = size.to(cos.dtype)
-            return product(size, cos), product(size, sin)
-
-
-@triton.jit
-def turned_back(x, y, cos, sin):
-    """The pairs (x, y) of rows of queries turned back by the angles of one place."""
-    return x * cos[None, :] + y * sin[None, :], y * cos[None, :] - x * sin[None, :]
 
 
 @triton.jit
@@ -244,51 +204,6 @@ def decode_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
-def combine_kernel(
-    out_ptr, out_strides, lse_out_ptr, part_ptr, lse_ptr, rows, H, T, splits,
-    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """One query's output from its parts, each weighted by its share of the exponentials' sum."""
-    row = tl.program_id(0).to(tl.int64)
-    s = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_V)
-    top = EMPTY
-    total = 0.0
-    mixed = tl.zeros([BLOCK_V], tl.float32)
-    for first in range(0, splits, BLOCK_S):
-        at = (first + s).to(tl.int64) * rows + row
-        inside = first + s < splits
-        lse = tl.load(lse_ptr + at, inside, other=-float("inf"))
-        higher = tl.maximum(top, tl.max(lse))
-        weights = tl.exp(lse - higher)
-        parts = tl.load(
-            part_ptr + at[:, None] * V + d[None, :], inside[:, None] & (d < V)[None, :], other=0.0
-        )
-        fade = tl.exp(top - higher)
-        mixed = mixed * fade + tl.sum(weights[:, None] * parts, 0)
-        total = total * fade + tl.sum(weights)
-        top = higher
-    tl.store(lse_out_ptr + row, top + tl.log(total))
-    out_ptr += row // (H * T) * out_strides[0] + row // T % H * out_strides[1] + row % T * out_strides[2]
-    tl.store(out_ptr + d * out_strides[3], (mixed / total).to(out_ptr.dtype.element_ty), d < V)
-
-
-def tiles_each(tiles: int, programs: int, room: int) -> int:
-    """How many of its `tiles` of keys a program takes, for `programs` rows of keys and room for so many programs.
-
-    >>> tiles_each(1024, 64, 264)
-    256
-    """
-    splits = max(1, min(room // programs, tiles))
-    return min(-(-tiles // splits), MOST_TILES)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Those of a CUDA device; 4 for the interpreter, so that it splits too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, rates: Tensor | None, phase: Tensor | None, slopes: Tensor | None,
     places: Places | None, *, kind: str, parts: tuple[int, int, int], factor: float, scale: float, alpha: float,
@@ -305,13 +220,12 @@ def forward(
     room, stages = meta.pop("PROGRAMS") * multiprocessors(q.device), meta.pop("STAGES")
     block_m, block_n = min(64, block_width(heads // groups * queries)), meta["BLOCK_N"]
     low = 0 if window is None or places is not None else max(0, keys - queries - window + 1)
-    programs = rows * groups * -(-(heads // groups * queries) // block_m)
-    chunk = tiles_each(-(-(keys - low) // block_n), programs, room) * block_n
-    splits = -(-(keys - low) // chunk)
+    programs = rows * groups * ceil_div(heads // groups * queries, block_m)
+    chunk = tiles_each(ceil_div(keys - low, block_n), programs, room) * block_n
+    splits = ceil_div(keys - low, chunk)
     total = rows * heads * queries
     part = torch.empty(splits, total, v_width, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(splits, total, dtype=torch.float32, device=q.device)
-    out, lse = expanded_like(q, v_width), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     q_row, k_row = (0, 0) if places is None else (x.stride(0) if x.shape[0] > 1 else 0 for x in places[::2])
     first, second, rest = parts
     decode_kernel[(programs * splits,)](
@@ -325,8 +239,4 @@ def forward(
         BLOCK_SECOND=block_width(max(second, 1)), BLOCK_REST=block_width(max(rest, 1)), BLOCK_V=block_width(v_width),
         BLOCK_M=block_m, STAGES=stages, **meta,
     )  # fmt: skip
-    combine_kernel[(total,)](
-        out, out.stride(), lse, part, part_lse, total, heads, queries, splits,
-        V=v_width, BLOCK_V=block_width(v_width), BLOCK_S=16,
-    )  # fmt: skip
-    return out, lse
+    return combined(part, part_lse, q)
