@@ -19,9 +19,7 @@ __all__ = ["attend", "pope", "rope", "unsupported"]
 
 _HALVES = (torch.float16, torch.bfloat16)
 WHOLE = 8  # what widths are widened to multiples of: 16 bytes in half precision
-ABSENT = (
-    -6e4
-)  # what queries and keys are widened with where softplus follows, which makes it 0; float16 holds it
+ABSENT = -6e4  # what queries and keys are widened with: its softplus is 0 exactly, and float16 holds it
 _GRID = 65_535  # programs on the axes of a CUDA grid where flash-attn-4 and cuDNN have rows and heads
 
 
