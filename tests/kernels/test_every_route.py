@@ -187,6 +187,20 @@ def test_gradients_do_not_depend_on_which_are_asked_for(name, impl, wanted):
         assert torch.equal(grad, everything[1 + at])
 
 
+@every_route
+def test_neighbouring_query_heads_share_a_key_head(name, impl):
+    length, width = (300, 64) if GPU else (17, 8)
+    encoding = encoding_of(name, 6, width)
+    grouped = drawn(1, length, 6, width, groups=3)
+    q, k, v, dout = grouped
+    repeated = [q, *(x.repeat_interleave(3, 1) for x in (k, v)), dout]
+    ours, right = (trained(tensors, encoding, impl) for tensors in (grouped, repeated))
+    for at in (2, 3):
+        right[at] = right[at].float().unflatten(1, (2, 3)).sum(2)
+    for mine, theirs in zip(ours, right, strict=True):
+        assert (mine.float() - theirs.float()).norm() <= 4 * torch.finfo(HALF).eps * theirs.float().norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("preparation", "width", "v_width"),
