@@ -105,3 +105,22 @@ def test_an_empty_call_gives_an_empty_output(impl, batch, length):
 def test_places_that_are_none_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class _Attention(torch.nn.Module):
+    def __init__(self, encoding):
+        super().__init__()
+        self.encoding = encoding
+
+    def forward(self, q, k, v):
+        return attention(q, k, v, self.encoding)
+
+
+def test_a_module_with_attention_is_exported_for_lengths_in_a_range():
+    torch.manual_seed(0)
+    module = _Attention(PoPE(num_heads=2, head_dim=8, phase_init="uniform"))
+    length = torch.export.Dim("length", min=4, max=500)
+    example = [torch.randn(1, 2, 20, 8) for _ in range(3)]
+    exported = torch.export.export(module, tuple(example), dynamic_shapes=({2: length},) * 3).module()
+    q, k, v = (torch.randn(1, 2, 33, 8) for _ in range(3))
+    torch.testing.assert_close(exported(q, k, v), module(q, k, v))

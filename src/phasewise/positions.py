@@ -229,8 +229,8 @@ def visible(q_at: Positions, k_at: Positions, *, causal: bool = True, window: in
 
 
 def is_whole(value: object) -> bool:
-    """Whether a value is a whole number: an int or numpy integer, no bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    """Whether a value is a whole number: an int, numpy's or one that torch.export traces, no bool."""
+    return isinstance(value, int | np.integer | torch.SymInt) and not isinstance(value, bool)
 
 
 def _check_counts(name: str, counts: Sequence[int]) -> None:
