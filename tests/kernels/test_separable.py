@@ -36,6 +36,7 @@ SMALL = [
 
 
 STORED = [
+    Case(37, 37, preparation="softplus", width=16, v_width=24),
     Case(37, 37, preparation="softplus", width=24, v_width=16),
     Case(33, 33, preparation="identity", causal=False, group=2),
     Case(17, 17, width=40, group=2),

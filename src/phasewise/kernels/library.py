@@ -17,8 +17,6 @@ Body = Literal["triton", "flash", "cudnn"]
 Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
 BODIES: tuple[Body, ...] = get_args(Body)
 PREPARATIONS: tuple[Preparation, ...] = get_args(Preparation)
-Part = slice | None
-ALL = slice(None)
 
 
 def _dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -107,8 +105,8 @@ def separable_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and the phase (empty when there is none); q and k as saved, so RoPE's are rotated."""
     from phasewise.kernels import body as own
-    from phasewise.kernels import prepare, stored
-    from phasewise.kernels.tiles import Places, bounded, launch
+    from phasewise.kernels import prepare
+    from phasewise.kernels.tiles import Places, block_width, bounded, launch
 
     if q.numel() == 0 or k.numel() == 0:
         empty = _separable_backward_fake(q, k, v, out, lse, dout, dlse, q_angle, k_angle, phase)
@@ -124,67 +122,75 @@ def separable_backward(
         # cuDNN's backward does not repeat its bits; of unequal widths flash-attn-4's refuses grouped heads, and does
         # not compile for some that are no multiples of 32, as (24, 40).
         body = "triton"
-    simple = q.shape[2] == k.shape[2] and window is None and slopes is None and not placed
+    # Of polar coordinates stored score gradients take whole tiles of channels, which are two halves.
+    whole = not polar or widths["qk"] == block_width(widths["qk"])
+    simple = q.shape[2] == k.shape[2] and window is None and slopes is None and not placed and whole
     chosen = launch(f"separable.{body}.backward", q, **widths, length=k.shape[2])["body"] if simple else body
 
     view = {"scale": scale, "causal": causal}
+    given = (q, k, v, out, lse, dout, dlse, q_angle, k_angle, phase, preparation, factor)
     if chosen == "flash":
-        whole = (q, k, v, out, lse, dout, dlse, q_angle, k_angle, phase)
-        return _flash_backward(*whole, preparation, factor, window=window, **view)
-    dv = _placewise(v)
-    statistics = own.row_statistics(out, dout, lse, dlse) if chosen == "stored" else ()
-
-    def multiplied(
-        q2: Tensor, k2: Tensor, dq2: Tensor, dk2: Tensor, rows: Part, heads: Part, keys: Part
-    ) -> None:
-        """Gradients of a part's queries, keys and values, as these are multiplied."""
-        into = (dq2, dk2, _part(dv, rows, keys))
-        if chosen == "stored":
-            some = (_part(x, rows, heads) for x in (dout, *statistics))
-            limit = 2 * (q.numel() + k.numel())
-            stored.backward(q2, k2, _part(v, rows, keys), *some, into, limit=limit, **view)
-        else:
-            places = Places.of(q, k, *positions)
-            own.backward(
-                q2, k2, v, out, lse, dout, dlse, into, window=window, places=places, slopes=slopes, **view
-            )
-
-    parts: list[tuple[Part, Part, Part]] = [(None, None, None)]
+        return _flash_backward(*given, window=window, **view)
     if chosen == "stored":
-        group = q.shape[1] // k.shape[1]
-        parts = [
-            (rows, slice(keys.start * group, keys.stop * group), keys)
-            for rows, keys in stored.pieces(q, k, causal=causal)
-        ]
-    no_phase = q.new_empty(0, dtype=torch.float32)
-    if not polar:
-        dq, dk = _placewise(q), _placewise(k)
-        for rows, heads, keys in parts:
-            pair = _part(q, rows, heads), _part(k, rows, keys)
-            multiplied(*pair, _part(dq, rows, heads), _part(dk, rows, keys), rows, heads, keys)
-        if q_angle is not None and k_angle is not None:
-            prepare.rotate(dq, dk, q_angle, k_angle, factor, back=True, into=(dq, dk))
-        return dq, dk, dv, no_phase
-    dq, dk = None, None
-    sums = None if phase is None else prepare.phase_sums(q)
-    for rows, heads, keys in parts:
-        some_q, some_k, some_phase = _part(q, rows, heads), _part(k, rows, keys), _part(phase, heads)
-        some_q_angle, some_k_angle = _rows(q_angle, rows), _rows(k_angle, rows)
-        q2, k2 = prepare.polar(some_q, some_k, some_q_angle, some_k_angle, some_phase, preparation)
-        # What is wide exists once: dq takes the place of queries that were read by then.
-        dq2 = q2 if chosen == "stored" else prepare.expanded_like(q2, widths["qk"])
-        dk2 = prepare.expanded_like(k2, widths["qk"])
-        multiplied(q2, k2, dq2, dk2, rows, heads, keys)
-        if dq is None or dk is None:
-            # Not before the body has given back its own memory.
-            dq, dk = _placewise(q), _placewise(k)
-        some_dq, some_dk = _part(dq, rows, heads), _part(dk, rows, keys)
-        some_sums = _part(sums, rows, ALL, heads)
-        prepare.polar_backward(some_q, some_q_angle, some_phase, preparation, dq2, some_dq, some_sums)
-        prepare.polar_backward(some_k, some_k_angle, None, preparation, dk2, some_dk, None)
-    assert dq is not None, "there is always a part"
-    assert dk is not None, "there is always a part"
-    return dq, dk, dv, no_phase if sums is None else sums.sum((0, 1))
+        return _stored_backward(*given, **view)
+    q2, k2 = prepare.polar(q, k, q_angle, k_angle, phase, preparation) if polar else (q, k)
+    dq, dk, dv = (_placewise(x) for x in (q2, k2, v))
+    view |= {"window": window, "places": Places.of(q, k, *positions), "slopes": slopes}
+    own.backward(q2, k2, v, out, lse, dout, dlse, (dq, dk, dv), **view)
+    if polar:
+        dq, dk, dphase = _from_polar(q, k, q_angle, k_angle, phase, preparation, dq, dk)
+        return dq, dk, dv, dphase
+    if preparation == "rope":
+        prepare.rotate(dq, dk, q_angle, k_angle, factor, back=True, into=(dq, dk))
+    return dq, dk, dv, q.new_empty(0, dtype=torch.float32)
+
+
+def _from_polar(
+    q: Tensor, k: Tensor, q_angle: Tensor, k_angle: Tensor, phase: Tensor | None, preparation: str, dq2: Any, dk2: Any
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and the phase from those of what `prepare.polar` made of them."""
+    from phasewise.kernels import prepare
+
+    dq, dk, sums = _placewise(q), _placewise(k), None if phase is None else prepare.phase_sums(q)
+    prepare.polar_backward(q, q_angle, phase, preparation, dq2, dq, sums)
+    prepare.polar_backward(k, k_angle, None, preparation, dk2, dk, None)
+    return dq, dk, _summed(sums, q)
+
+
+def _summed(sums: Tensor | None, q: Tensor) -> Tensor:
+    """The gradient of the phase, empty when there is none."""
+    return q.new_empty(0, dtype=torch.float32) if sums is None else sums.sum((0, 1))
+
+
+def _stored_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
+    preparation: str, factor: float, *, scale: float, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from phasewise.kernels import body as own
+    from phasewise.kernels import prepare, stored
+
+    dq, dk, dv = (_placewise(x) for x in (q, k, v))
+    statistics = own.row_statistics(out, dout, lse, dlse)
+    limit, group = 2 * (q.numel() + k.numel()), q.shape[1] // k.shape[1]
+    sums = None if phase is None else prepare.phase_sums(q, stored.side(q, 2 * q.shape[3], v))
+    for rows, keys in stored.pieces(q, k, causal=causal):
+        heads = slice(keys.start * group, keys.stop * group)
+        q2, k2, some_v = q[rows, heads], k[rows, keys], v[rows, keys]
+        some = (x[rows, heads] for x in (dout, *statistics))
+        into = (dq[rows, heads], dk[rows, keys], dv[rows, keys])
+        polar = None
+        if q_angle is not None and k_angle is not None and preparation != "rope":
+            turned = (
+                *(x if x.shape[0] == 1 else x[rows] for x in (q_angle, k_angle)),
+                phase if phase is None else phase[heads],
+            )
+            polar = stored.Polar(preparation, q2, k2, *turned, sums if sums is None else sums[rows, :, heads])
+            q2, k2 = prepare.polar(q2, k2, *turned, preparation)
+        stored.backward(q2, k2, some_v, *some, into, polar=polar, limit=limit, scale=scale, causal=causal)
+    if q_angle is not None and k_angle is not None and preparation == "rope":
+        prepare.rotate(dq, dk, q_angle, k_angle, factor, back=True, into=(dq, dk))
+    return dq, dk, dv, _summed(sums, q)
 
 
 def _flash_backward(
@@ -208,19 +214,8 @@ def _flash_backward(
     # What is wide exists once: dk takes the place of keys that were read by then, and queries go before dq comes.
     grad = flash.backward(q2, k2, v, out, lse, dout, dlse, (k2, dv), **view).expanded(q2)
     del q2
-    dq, dk, sums = _placewise(q), _placewise(k), None if phase is None else prepare.phase_sums(q)
-    prepare.polar_backward(q, q_angle, phase, preparation, grad, dq, sums)
-    prepare.polar_backward(k, k_angle, None, preparation, k2, dk, None)
-    return dq, dk, dv, no_phase if sums is None else sums.sum((0, 1))
-
-
-def _part(x: Any, *parts: Part) -> Any:
-    """Some rows and heads of x, if it is given; all of them for None."""
-    return x if x is None or parts[-1] is None else x[parts]
-
-
-def _rows(angle: Any, rows: Part) -> Any:
-    return angle if angle.shape[0] == 1 else _part(angle, rows)
+    dq, dk, dphase = _from_polar(q, k, q_angle, k_angle, phase, preparation, grad, k2)
+    return dq, dk, dv, dphase
 
 
 @torch.library.register_fake(separable_backward)

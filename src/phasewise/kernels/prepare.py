@@ -333,7 +333,7 @@ def _pair(
 ) -> tuple[tuple[int], tuple[Any, ...], dict[str, int]]:
     """Grid, arguments and meta-parameters of a kernel that prepares queries and keys."""
     query, key = (
-        (x, x.stride(), out, out.stride(), angle, _row(angle), x.shape[1], x.shape[2])
+        (x, x.stride(), out, out.stride(), angle, row_step(angle), x.shape[1], x.shape[2])
         for x, out, angle in ((q, q_out, q_angle), (k, k_out, k_angle))
     )  # fmt: skip
     heads, key_heads = _grouped(q.shape[1]), _grouped(k.shape[1])
@@ -343,12 +343,12 @@ def _pair(
     return (programs + _programs(k, block_t, key_heads),), (*query, *key, programs), meta
 
 
-def _fast(x: Tensor) -> bool:
+def fast(x: Tensor) -> bool:
     """Whether the hardware's functions are good enough: for half precision."""
     return x.is_cuda and x.dtype != torch.float32
 
 
-def _row(angle: Tensor) -> int:
+def row_step(angle: Tensor) -> int:
     """Elements from one row's angles to the next one's; 0 where one row serves the batch."""
     return angle.stride(0) if angle.shape[0] > 1 else 0
 
@@ -371,15 +371,18 @@ def polar(
     block_d = power_of_two(width)
     grid, arguments, meta = _pair(q, k, q2, k2, q_angle, k_angle, block_d)
     polar_kernel[grid](
-        *arguments, phase, width, KIND=kind, PHASE=phase is not None, FAST=_fast(q), BLOCK_D=block_d, **meta
+        *arguments, phase, width, KIND=kind, PHASE=phase is not None, FAST=fast(q), BLOCK_D=block_d, **meta
     )
     return q2, k2
 
 
-def phase_sums(x: Tensor) -> Tensor:
-    """Uninitialised float32 `[B, tiles, H, D]`: what `polar_backward` leaves of the gradient of x's phases."""
+def phase_sums(x: Tensor, places: int | None = None) -> Tensor:
+    """Uninitialised float32 `[B, tiles, H, D]`: what is left of the gradient of x's phases, by tiles of so many places.
+
+    Without a number, those of `polar_backward`.
+    """
     rows, heads, length, width = x.shape
-    tiles = ceil_div(length, _backward_meta(x, True)["BLOCK_T"])
+    tiles = ceil_div(length, places or _backward_meta(x, True)["BLOCK_T"])
     return torch.empty(rows, tiles, heads, width, dtype=torch.float32, device=x.device)
 
 
@@ -414,7 +417,7 @@ def polar_backward(
     _, heads, length, width = x.shape
     polar_backward_kernel[(_programs(x, meta["BLOCK_T"], meta["HEADS"]),)](
         x, x.stride(), given, strides, scale, dx, dx.stride(), sums, (0, 0, 0) if sums is None else sums.stride()[:3],
-        angle, _row(angle), phase, heads, length, width, KIND=kind, PHASE=phase is not None, FAST=_fast(x), **meta,
+        angle, row_step(angle), phase, heads, length, width, KIND=kind, PHASE=phase is not None, FAST=fast(x), **meta,
     )  # fmt: skip
 
 
@@ -432,7 +435,7 @@ def rotate(
     block_n, rest = power_of_two(n), width - 2 * n
     grid, arguments, meta = _pair(q, k, *into, q_angle, k_angle, 2 * block_n)
     rotate_kernel[grid](
-        *arguments, factor, width, n, BACK=back, FAST=_fast(q), BLOCK_N=block_n,
+        *arguments, factor, width, n, BACK=back, FAST=fast(q), BLOCK_N=block_n,
         BLOCK_REST=power_of_two(rest) if rest else 0, **meta,
     )  # fmt: skip
     return into
@@ -450,7 +453,7 @@ def finish_rotated(
     block_t = _places(dk.shape[2], 2048, 2 * n)
     programs = _programs(dq, 64, heads)
     finish_rotated_kernel[(programs + _programs(dk, block_t, key_heads),)](
-        dq_sum, dq_sum.stride(1), dq, dq.stride(), q_angle, _row(q_angle), dq.shape[1], dq.shape[2], scale * factor,
-        dk, dk.stride(), k_angle, _row(k_angle), dk.shape[1], dk.shape[2], factor, programs,
-        FAST=_fast(dq), QUERY_HEADS=heads, KEY_HEADS=key_heads, BLOCK_T=block_t, N=n, num_warps=8,
+        dq_sum, dq_sum.stride(1), dq, dq.stride(), q_angle, row_step(q_angle), dq.shape[1], dq.shape[2], scale * factor,
+        dk, dk.stride(), k_angle, row_step(k_angle), dk.shape[1], dk.shape[2], factor, programs,
+        FAST=fast(dq), QUERY_HEADS=heads, KEY_HEADS=key_heads, BLOCK_T=block_t, N=n, num_warps=8,
     )  # fmt: skip

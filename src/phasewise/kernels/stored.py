@@ -14,7 +14,7 @@ waits in float32 until all queries were seen.
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phasewise.kernels.body import load_tile
 from phasewise.kernels.hardware import capability
-from phasewise.kernels.prepare import tile_of
+from phasewise.kernels.prepare import fast, load_angle, magnitude, row_step, tile_of, turn
 from phasewise.kernels.tiles import UNSEEN, block_width, ceil_div, describe, launch
 
 PLACES = (
@@ -62,6 +62,38 @@ def sum_at(sum_ptr, head, tile, sides, SIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Where the float32 sums of a key tile wait for the next queries: [heads, sides, SIDE, BLOCK]."""
     row = (head * sides + tile).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     return sum_ptr + row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def write(
+    grad, out_ptr, out_strides, polar, b, h, tile, T, E, keep,
+    KIND: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """A tile's gradient, or with a KIND that of what was expanded to polar coordinates, and its sum of the phases."""
+    t = tile * ROWS + tl.arange(0, ROWS)
+    kind = out_ptr.dtype.element_ty
+    if KIND is None:
+        e = tl.arange(0, BLOCK_E)
+        inside = (t[:, None] < T) & (e[None, :] < E) & keep
+        tl.store(tile_of(out_ptr, out_strides, b, h, t, e), grad.to(kind), inside)
+    else:
+        x_ptr, x_strides, angle_ptr, angle_row, phase_ptr, sum_ptr, sum_strides = polar
+        D: tl.constexpr = BLOCK_E // 2
+        grad_cos, grad_sin = grad.reshape([ROWS, 2, D]).permute(0, 2, 1).split()
+        c = tl.arange(0, D)
+        inside = (t[:, None] < T) & (c[None, :] < D) & keep
+        angle = load_angle(angle_ptr, b * angle_row, t, c, T, D)
+        if phase_ptr is not None:
+            angle -= tl.load(phase_ptr + h * D + c)[None, :]
+        cos, sin = turn(angle, FAST)
+        x = tl.load(tile_of(x_ptr, x_strides, b, h, t, c), inside, other=0.0).to(tl.float32)
+        mu, slope = magnitude(x, KIND, FAST)
+        dx = (grad_cos * cos + grad_sin * sin) * slope
+        tl.store(tile_of(out_ptr, out_strides, b, h, t, c), dx.to(kind), inside)
+        if phase_ptr is not None:
+            turned = tl.where(inside, mu * (grad_cos * sin - grad_sin * cos), 0.0)
+            sum_at = sum_ptr + b * sum_strides[0] + tile.to(tl.int64) * sum_strides[1] + h * sum_strides[2]
+            tl.store(sum_at + c, tl.sum(turned, 0))
 
 
 @triton.jit(do_not_specialize=PLACES)
@@ -119,11 +151,11 @@ def score_grad_kernel(
 
 @triton.jit(do_not_specialize=PLACES)
 def key_product_kernel(
-    ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, first, last, blocks, sides, heads, together,
-    KEY_HEADS, GROUP, T, E, scale,
-    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
+    ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, polar, first, last, blocks, sides, heads, together,
+    KEY_HEADS, GROUP, T, E, scale, CAUSAL: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dk [B, H / GROUP, T, E] = scale ds^T q, SIDE keys a program, BLOCK_M queries at a time."""
+    """The gradient of keys from dk [B, H / GROUP, T, E] = scale ds^T q, SIDE a program, BLOCK_M queries at a time."""
     tile, key_head = place(tl.program_id(0), last if CAUSAL else sides, heads, together)
     b = key_head // KEY_HEADS
     key = key_head % KEY_HEADS
@@ -146,19 +178,33 @@ def key_product_kernel(
             dk = tl.dot(ds, q, dk, input_precision="ieee")
     if sum_ptr is not None:
         tl.store(sum_at(sum_ptr, key_head, tile, sides, SIDE, BLOCK_E), dk, last < sides)
-    s = n + tl.arange(0, SIDE)
-    e = tl.arange(0, BLOCK_E)
-    dk_at = tile_of(dk_ptr, dk_strides, b.to(tl.int64), key, s, e)
-    inside = (s[:, None] < T) & (e[None, :] < E)
-    tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), inside & (last == sides))
+    seen = last == sides
+    write(
+        dk * scale,
+        dk_ptr,
+        dk_strides,
+        polar,
+        b.to(tl.int64),
+        key,
+        tile,
+        T,
+        E,
+        seen,
+        KIND,
+        FAST,
+        SIDE,
+        BLOCK_E,
+    )
 
 
 @triton.jit(do_not_specialize=PLACES)
 def query_product_kernel(
-    ds_desc, k_desc, dq_ptr, dq_strides, first, last, blocks, sides, heads, together, H, GROUP, T, E, scale,
-    CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
+    ds_desc, k_desc, dq_ptr, dq_strides, polar, first, last, blocks, sides, heads, together, H, GROUP, T, E, scale,
+    CAUSAL: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_N: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dq [B, H, T, E] = scale ds k, SIDE queries a program, BLOCK_N keys at a time; longest rows first."""
+    """The gradient of queries from dq [B, H, T, E] = scale ds k, SIDE a program, BLOCK_N keys at a time, longest rows
+    first."""
     before_last, head = place(tl.program_id(0), last - first, heads, together)
     tile = last - 1 - before_last
     b = head // H
@@ -170,10 +216,9 @@ def query_product_kernel(
         ds = ds_desc.load([at + n % SIDE, 0])
         k = load_tile(k_desc, b, h // GROUP, n)
         dq = tl.dot(ds.T, k, dq, input_precision="ieee")
-    t = m + tl.arange(0, SIDE)
-    e = tl.arange(0, BLOCK_E)
-    dq_at = tile_of(dq_ptr, dq_strides, b.to(tl.int64), h, t, e)
-    tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), (t[:, None] < T) & (e[None, :] < E))
+    write(
+        dq * scale, dq_ptr, dq_strides, polar, b.to(tl.int64), h, tile, T, E, True, KIND, FAST, SIDE, BLOCK_E
+    )
 
 
 def score_grad(
@@ -194,6 +239,35 @@ def score_grad(
         stored_hopper.score_grad_kernel[grid](*map(stored_hopper.laid_out, descriptors), *pointers, **numbers)
     else:
         score_grad_kernel[grid](*descriptors, *pointers, BLOCK_D=block_d, **numbers)
+
+
+class Polar(NamedTuple):
+    """What `prepare.polar` made queries and keys from, to which their gradients go back; of a power of two channels.
+
+    sums: the gradient of the phase by tiles, of as many places as `side` says, as `prepare.phase_sums` lays them out.
+    """
+
+    kind: str
+    q: Tensor
+    k: Tensor
+    q_angle: Tensor
+    k_angle: Tensor
+    phase: Tensor | None
+    sums: Tensor | None
+
+    @property
+    def of_queries(self) -> tuple:
+        strides = None if self.sums is None else self.sums.stride()[:3]
+        return self.q, self.q.stride(), self.q_angle, row_step(self.q_angle), self.phase, self.sums, strides
+
+    @property
+    def of_keys(self) -> tuple:
+        return self.k, self.k.stride(), self.k_angle, row_step(self.k_angle), None, None, None
+
+
+def side(q: Tensor, width: int, v: Tensor) -> int:
+    """How many places a block of score gradients has on each side, for queries of a width and values v."""
+    return launch("separable.score_grad", q, qk=width, v=v.shape[3], length=q.shape[2])["SIDE"]
 
 
 def pieces(q: Tensor, k: Tensor, *, causal: bool) -> list[tuple[slice, slice]]:
@@ -219,12 +293,12 @@ def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor,
-    into: tuple[Tensor, Tensor, Tensor], *, limit: int, scale: float, causal: bool,
+    into: tuple[Tensor, Tensor, Tensor], *, polar: Polar | None, limit: int, scale: float, causal: bool,
 ) -> None:  # fmt: skip
-    """`body.backward` for as many queries as keys, no window, no positions and no slopes; dq may be q itself.
+    """`body.backward` for as many queries as keys, no window, no positions and no slopes.
 
-    lse2 and delta are `body.row_statistics`. limit bounds the elements of ds, about: queries are taken in as many
-    parts as that needs.
+    polar: what dq and dk are the gradients of, if not of q and k. lse2 and delta are `body.row_statistics`. limit
+    bounds the elements of ds, about: queries are taken in as many parts as that needs.
     """
     rows, heads, length, width = q.shape
     key_heads, value_width = v.shape[1], v.shape[3]
@@ -256,7 +330,7 @@ def backward(
         return TensorDescriptor(ds, list(ds.shape), [side, 1], [keys, queries])
 
     shared = {"sides": sides, "GROUP": heads // key_heads, "T": length, "CAUSAL": causal, "SIDE": side}
-    products = {"E": width, "scale": scale, "BLOCK_E": block_e}
+    products = {"E": width, "scale": scale, "BLOCK_E": block_e, "KIND": polar and polar.kind, "FAST": fast(q)}
     for first, last, blocks in ranges:
         if first == last:
             continue
@@ -268,11 +342,10 @@ def backward(
             scale_log2=scale * math.log2(math.e), **(here | meta),
         )  # fmt: skip
         key_product_kernel[(rows * key_heads * key_tiles,)](
-            stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), dk_sum, heads=rows * key_heads,
-            KEY_HEADS=key_heads, **products, **here, **key_meta,
+            stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), dk_sum,
+            polar and polar.of_keys, heads=rows * key_heads, KEY_HEADS=key_heads, **products, **here, **key_meta,
         )  # fmt: skip
-        # After the key product, which reads q: dq may take its place.
         query_product_kernel[(rows * heads * (last - first),)](
-            stored(query_n, side), describe(k, query_n, block_e), dq, dq.stride(), heads=rows * heads, H=heads,
-            **products, **here, **query_meta,
+            stored(query_n, side), describe(k, query_n, block_e), dq, dq.stride(), polar and polar.of_queries,
+            heads=rows * heads, H=heads, **products, **here, **query_meta,
         )  # fmt: skip
