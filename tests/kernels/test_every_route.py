@@ -172,6 +172,19 @@ def test_second_derivatives_are_refused_with_the_remedy(name, impl):
 
 
 @every_route
+def test_derivatives_of_torch_func_are_refused_with_the_remedy(name, impl):
+    encoding = encoding_of(name, 2, 16).requires_grad_(False)
+    q, k, v, _ = drawn(1, 9, 2, 16)
+
+    def loss(q: Tensor, impl: str) -> Tensor:
+        return attention(q, k, v, encoding, impl=impl).float().square().sum()
+
+    with pytest.raises(RuntimeError, match=r"use torch\.autograd, or impl='reference'"):
+        torch.func.grad(loss)(q, impl)
+    assert torch.func.grad(loss)(q, "reference").shape == q.shape
+
+
+@every_route
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_gradients_do_not_depend_on_which_are_asked_for(name, impl, wanted):
     length, width = (130, 64) if GPU else (9, 8)

@@ -35,7 +35,14 @@ def differentiable(of: Any, gradient: Callable[..., Any], save: Callable[..., No
 
         backward = staticmethod(gradient)
 
-    _LIBRARY.impl(of._schema.name.removeprefix("phasewise::"), Differentiable.apply, "Autograd")
+    def apply(*inputs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "torch.func's derivatives do not pass through fused kernels; use torch.autograd, or impl='reference'"
+            )
+        return Differentiable.apply(*inputs)
+
+    _LIBRARY.impl(of._schema.name.removeprefix("phasewise::"), apply, "Autograd")
 
 
 def last_derivative(of: Any) -> None:
