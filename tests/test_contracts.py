@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from phasewise.attention import attention, choose
 from phasewise.encodings import ENCODINGS, TAPA, ALiBi, AnyEncodingConfig, NoPE, PoPE, RoPE
@@ -61,6 +62,7 @@ CASES = {
     "pope-identity": lambda: PoPE(num_heads=HEADS, head_dim=WIDTH, magnitude="identity"),
     "pope-yarn": lambda: PoPE(num_heads=HEADS, head_dim=WIDTH, frequencies=RULES["yarn"]),
     "pope-dynamic": lambda: PoPE(num_heads=HEADS, head_dim=WIDTH, frequencies=RULES["dynamic_ntk"]),
+    "pope-dynamic_yarn": lambda: PoPE(num_heads=HEADS, head_dim=WIDTH, frequencies=RULES["dynamic_yarn"]),
     "pope-longrope": lambda: PoPE(
         num_heads=HEADS,
         head_dim=WIDTH,
@@ -92,9 +94,8 @@ def runs(case, impl):
 
 
 PAIRS = [(case, impl) for case in CASES for impl in ("reference", "sdpa") if runs(case, impl)]
-NOT_THROUGH_SDPA = {"tapa", "tapa-linear", "rope-dynamic_ntk", "rope-dynamic_yarn", "pope-dynamic"}
+NOT_THROUGH_SDPA = {"tapa", "tapa-linear", *(case for case in CASES if "dynamic" in case)}
 FIXED = [(case, impl) for case, impl in PAIRS if not any(word in case for word in ("dynamic", "longrope"))]
-COMPILED = [(case, impl) for case, impl in PAIRS if "dynamic" not in case]  # those read places on the host
 both = pytest.mark.parametrize(("case", "impl"), PAIRS)
 each = pytest.mark.parametrize("case", CASES)
 
@@ -443,13 +444,19 @@ def test_sdpa_equals_reference_on_any_packing_and_window(case, lengths, window, 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
-@pytest.mark.parametrize(("case", "impl"), COMPILED)
+@both
 def test_compiles_whole_with_dynamic_lengths(case, impl):
     torch.compiler.reset()  # a process compiles a function for so many encodings and no more
-    encoding = make(case)
+    encoding, inductor = make(case), CompileCounterWithBackend("inductor")
     compiled = torch.compile(
-        lambda q, k, v: attention(q, k, v, encoding, impl=impl), fullgraph=True, dynamic=True
+        lambda q, k, v: attention(q, k, v, encoding, impl=impl),
+        fullgraph=True,
+        dynamic=True,
+        backend=inductor,
     )
+    graphs = set()
     for length in (5, 6, 9):
         q, k, v = inputs(length)
         close(compiled(q, k, v), attention(q, k, v, encoding, impl=impl))
+        graphs.add(inductor.frame_count)
+    assert len(graphs) == 1, "one graph, or as many as a block that is recomputed has, serves every length"

@@ -397,3 +397,23 @@ def test_a_call_that_has_no_answer_says_what_would(call, message):
 def test_an_unknown_kind_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"(?s)'ropes'.*'geometric'.*'explicit'"):
         TypeAdapter(AnyFrequencies).validate_python({"kind": "ropes", "base": 1e4})
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        DynamicNTK(base=10_000.0, factor=2.0, original_length=16),
+        DynamicYaRN(base=10_000.0, original_length=16),
+        DynamicYaRN(base=10_000.0, original_length=4096, attention=1.25),
+        DynamicYaRN(base=10_000.0, original_length=4096, mscale=0.7, mscale_all_dim=1.0),
+    ],
+)
+def test_rates_along_lengths_are_those_of_each_length(rule):
+    lengths = torch.tensor([[1, 16, 17], [100, 4096, 1_000_000]])
+    rates, weights = rule.along(lengths[..., None], 32)
+    assert (rates.shape, weights.shape) == ((2, 3, 32), (2, 3, 1))
+    for length, found, weight in zip(
+        lengths.flatten().tolist(), rates.view(6, 32), weights.flatten(), strict=True
+    ):
+        torch.testing.assert_close(found, rule.rates(32, length=length), rtol=1e-14, atol=0.0)
+        assert weight.item() == pytest.approx(rule.attention_factor(32, length=length), rel=1e-14)

@@ -132,15 +132,16 @@ class PoPE(Spectral):
         """m(x), elementwise, at least float32."""
         return _MAGNITUDES[self._config.magnitude](x.to(working_dtype(x.dtype)))
 
-    def turn_queries(self, q: Tensor, angle: Tensor, gain: float) -> Tensor:
+    def turn_queries(self, q: Tensor, angle: Tensor, gain: Tensor | float) -> Tensor:
+        gain = gain[:, None, :, None] if isinstance(gain, Tensor) else gain
         return self._polar(q, angle[:, None] - self.delta().to(angle.dtype)[:, None], gain)
 
     def turn_keys(self, k: Tensor, angle: Tensor) -> Tensor:
         return self._polar(k, angle[:, None], 1.0)
 
-    def _polar(self, x: Tensor, angle: Tensor, gain: float) -> Tensor:
+    def _polar(self, x: Tensor, angle: Tensor, gain: Tensor | float) -> Tensor:
         turn = torch.stack([angle.cos(), angle.sin()], dim=-2)
-        if gain != 1:
+        if isinstance(gain, Tensor) or gain != 1:
             turn = turn * gain
         return (self.magnitude(x).unsqueeze(-2) * turn).to(x.dtype).flatten(-2)
 

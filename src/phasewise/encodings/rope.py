@@ -60,16 +60,16 @@ class RoPE(Spectral):
         if head_dim != self.head_dim:
             raise ValueError(f"this RoPE has head_dim {self.head_dim}, but q and k are {head_dim} wide")
 
-    def turn_queries(self, q: Tensor, angle: Tensor, gain: float) -> Tensor:
+    def turn_queries(self, q: Tensor, angle: Tensor, gain: Tensor | float) -> Tensor:
         return self._turn(q, angle, gain)
 
     def turn_keys(self, k: Tensor, angle: Tensor) -> Tensor:
         return self._turn(k, angle, 1.0)
 
-    def _turn(self, x: Tensor, angle: Tensor, gain: float) -> Tensor:
+    def _turn(self, x: Tensor, angle: Tensor, gain: Tensor | float) -> Tensor:
         n = self.channels
         wide = x.to(working_dtype(x.dtype))
         first, second, rest = wide[..., :n], wide[..., n : 2 * n], x[..., 2 * n :]
-        cos, sin = angle.cos()[:, None] * gain, angle.sin()[:, None] * gain
+        cos, sin = (angle.cos() * gain)[:, None], (angle.sin() * gain)[:, None]
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from phasewise.encodings.base import Encoding, angles, products, working_dtype
-from phasewise.frequencies import Frequencies, Geometric, Static
+from phasewise.frequencies import Continuous, Frequencies, Geometric, Static
 from phasewise.positions import Positions
 
 STANDARD = Geometric(base=10_000.0)  # the rates of both papers
+TURNED_AT_ONCE = 2**20  # elements of keys, each turned for several queries
 
 
 class Spectral(Encoding):
@@ -44,8 +45,11 @@ class Spectral(Encoding):
             ]
 
     @abstractmethod
-    def turn_queries(self, q: Tensor, angle: Tensor, gain: float) -> Tensor:
-        """Queries [B, Hq, T, D] turned by `angle` [B or 1, T, n], what turns times `gain`: [B, Hq, T, E]."""
+    def turn_queries(self, q: Tensor, angle: Tensor, gain: Tensor | float) -> Tensor:
+        """Queries [B, Hq, T, D] turned by `angle` [B or 1, T, n], what turns times `gain`: [B, Hq, T, E].
+
+        gain: a number, or one for each place, [B or 1, T, 1].
+        """
 
     @abstractmethod
     def turn_keys(self, k: Tensor, angle: Tensor) -> Tensor:
@@ -89,29 +93,33 @@ class Spectral(Encoding):
         separated = self.factors(q, k, q_at, k_at)
         if separated is not None:
             return products(*separated) * factor
-        if q_at.batch == 1:
-            return self._scores_by_length(q, k, q_at, k_at) * factor
-        rows = [slice(row, row + 1) for row in range(q_at.batch)]
-        k_at = k_at.expand(q_at.batch)
-        return factor * torch.cat(
-            [self._scores_by_length(q[row], k[row], q_at.rows(row), k_at.rows(row)) for row in rows]
-        )
+        return self._scores_by_length(q, k, q_at, k_at) * factor
 
     def _scores_by_length(self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions) -> Tensor:
-        """Scores of queries at one row of places, where each turns itself and every key at its own rates."""
-        dtype = working_dtype(q.dtype)
+        """Scores where each query turns itself and every key at its own rates, some queries at a time."""
+        rule = self.frequencies
+        assert isinstance(rule, Continuous), "all other rules separate"
+        dtype, length = working_dtype(q.dtype), q.shape[2]
 
-        def column(q: Tensor, k: Tensor, place: int, index: int) -> Tensor:
-            rule = self.frequencies.at(max(index, 0) + 1, self.channels)
-            angle = self.phases(q_at.narrow(place, 1), rule, dtype)
-            turned = self.turn_queries(q, angle, self.gain(rule))
-            return products(turned, self.turn_keys(k, self.phases(k_at, rule, dtype)))
+        def some(q: Tensor, k: Tensor, first: int) -> Tensor:
+            queries = q.shape[2]
+            index = q_at.narrow(first, queries).index
+            rates, weight = rule.along(index.clamp(min=0)[..., None] + 1, self.channels)
+            gain = (weight**2).to(dtype)
+            turned = self.turn_queries(q, angles(index, rates, dtype=dtype), gain)
+            angle = angles(k_at.index[:, None], rates[:, :, None], dtype=dtype).expand(len(q), -1, -1, -1)
+            keys = k[:, None].expand(-1, queries, -1, -1, -1).flatten(0, 1)
+            turned = turned.transpose(1, 2).flatten(0, 1)[:, :, None]
+            scores = products(turned, self.turn_keys(keys, angle.flatten(0, 1)))
+            return scores[:, :, 0].unflatten(0, (len(q), queries)).transpose(1, 2)
 
-        columns = []
-        for place, index in enumerate(q_at.index[0].tolist()):
-            query = q[:, :, place : place + 1]
+        def part(first: int, last: int) -> Tensor:
+            queries = q[:, :, first:last]
             if torch.is_grad_enabled():  # else the backward pass would hold the keys turned for every query
-                columns.append(checkpoint(column, query, k, place, index, use_reentrant=False))
-            else:
-                columns.append(column(query, k, place, index))
-        return torch.cat(columns, dim=2)
+                return checkpoint(some, queries, k, first, use_reentrant=False, preserve_rng_state=False)
+            return some(queries, k, first)
+
+        size = max(1, TURNED_AT_ONCE // max(1, k.numel()))
+        if size >= length:  # apart, since torch.compile unrolls a loop, and makes one for each length
+            return part(0, length)
+        return torch.cat([part(first, first + size) for first in range(0, length, size)], dim=2)

@@ -6,157 +6,26 @@ n = rotated_dim / 2 every rule equals Hugging Face transformers' own of that nam
 """
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
-Device = torch.device | str | None
-
-
-def _where(condition: Callable[[Any], bool], remedy: str) -> AfterValidator:
-    def check(value: Any, info: ValidationInfo) -> Any:
-        if not condition(value):
-            raise ValueError(f"{info.field_name} is {value}; {remedy}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _listing(condition: Callable[[float], bool], remedy: str) -> AfterValidator:
-    return _where(lambda values: len(values) > 0 and all(map(condition, values)), remedy)
-
-
-Base = Annotated[float, _where(lambda base: 1 < base < math.inf, "give a finite base above 1, as 10000.0")]
-Factor = Annotated[
-    float, _where(lambda x: 1 <= x < math.inf, "give wanted / original length, finite, at least 1")
-]
-Length = Annotated[int, _where(lambda x: x >= 1, "give the number of positions trained on, at least 1")]
-Positive = Annotated[float, _where(lambda x: 0 < x < math.inf, "give a finite number above 0")]
-Share = Annotated[float, _where(lambda x: 0 <= x <= 1, "give a share of the channels, from 0 to 1")]
-Divisors = Annotated[
-    tuple[float, ...],
-    Field(strict=False),
-    _listing(lambda x: 0 < x < math.inf, "list one finite number above 0 for each channel"),
-]
-Rates = Annotated[
-    tuple[float, ...],
-    Field(strict=False),
-    _listing(
-        lambda x: 0 <= x < math.inf, "list finite radians per position, none below 0, one for each channel"
-    ),
-]
-
-
-class Frequencies(BaseModel):
-    """A rule that gives n channels their rates, told apart by its `kind`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    kind: Any
-    depends_on_length: ClassVar[bool]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _required_fields(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            missing = [
-                name for name, field in cls.model_fields.items() if field.is_required() and name not in data
-            ]
-            if missing:
-                raise ValueError(
-                    f"{cls.__name__} is missing {', '.join(missing)}; it takes {', '.join(cls.model_fields)}"
-                )
-        return data
-
-    @property
-    @abstractmethod
-    def regimes(self) -> tuple[tuple[int, int | None], ...] | None:
-        """(first, last) length of each stretch of constant rates; None when they vary continuously."""
-
-    @abstractmethod
-    def rates(self, n: int, *, length: int | None = None, device: Device = None) -> Tensor:
-        """Radians per position of n channels when `length` positions are served so far, float64 [n].
-
-        Only the rules with `depends_on_length` need `length`. Raises ValueError where they lack it, and for
-        an n that the rule cannot serve.
-
-        >>> Geometric(base=10_000.0).rates(2).tolist()
-        [1.0, 0.01]
-        >>> DynamicNTK(base=10_000.0, factor=2.0, original_length=2048).rates(2, length=3072).tolist()
-        [1.0, 0.005]
-        """
-
-    @abstractmethod
-    def attention_factor(self, n: int, *, length: int | None = None) -> float:
-        """What multiplies cosine and sine of queries and of keys, hence scores by its square.
-
-        >>> round(YaRN(base=10_000.0, factor=64.0, original_length=4096).attention_factor(32), 4)
-        1.4159
-        """
-
-    @abstractmethod
-    def at(self, length: int, n: int) -> "Static":
-        """The static rule equal to this one for n channels when `length` positions are served.
-
-        >>> DynamicYaRN(base=10_000.0, original_length=2048).at(8192, 32).factor
-        4.0
-        """
-
-
-class Static(Frequencies):
-    """A rule whose rates are the same at every length."""
-
-    depends_on_length: ClassVar[bool] = False
-
-    @abstractmethod
-    def _rates(self, n: int, device: Device) -> Tensor: ...
-
-    @abstractmethod
-    def _attention_factor(self) -> float: ...
-
-    @property
-    def regimes(self) -> tuple[tuple[int, int | None], ...]:
-        return ((1, None),)
-
-    def rates(self, n: int, *, length: int | None = None, device: Device = None) -> Tensor:
-        self._check(n, length)
-        return self._rates(n, device)
-
-    def attention_factor(self, n: int, *, length: int | None = None) -> float:
-        self._check(n, length)
-        return self._attention_factor()
-
-    def at(self, length: int, n: int) -> "Static":
-        self._check(n, length)
-        return self
-
-    def _check(self, n: int, length: int | None) -> None:
-        _require_channels(n)
-        if length is not None:
-            _served(self, length)
-
-
-class LengthDependent(Frequencies):
-    """A rule whose rates follow the number of positions served."""
-
-    depends_on_length: ClassVar[bool] = True
-
-    @abstractmethod
-    def _at(self, length: int, n: int) -> Static: ...
-
-    def at(self, length: int, n: int) -> Static:
-        _require_channels(n)
-        return self._at(_served(self, length), n)
-
-    def rates(self, n: int, *, length: int | None = None, device: Device = None) -> Tensor:
-        return self.at(_served(self, length), n).rates(n, device=device)
-
-    def attention_factor(self, n: int, *, length: int | None = None) -> float:
-        return self.at(_served(self, length), n).attention_factor(n)
+from phasewise.frequencies.base import (
+    Base,
+    Continuous,
+    Device,
+    Divisors,
+    Factor,
+    Frequencies,
+    Length,
+    LengthDependent,
+    Positive,
+    Rates,
+    Share,
+    Static,
+)
 
 
 class Unweighted(Static):
@@ -216,7 +85,7 @@ class NTK(Unweighted):
         return _geometric(_stretched(self.base, self.factor, n), n, device)
 
 
-class DynamicNTK(LengthDependent):
+class DynamicNTK(Continuous):
     """NTK whose stretch follows the served length: 1 + factor * (L / L0 - 1), and 1 up to L0.
 
     This is transformers' "dynamic", factor * L / L0 - (factor - 1), L0 = max_position_embeddings. The base
@@ -231,13 +100,13 @@ class DynamicNTK(LengthDependent):
     factor: Factor
     original_length: Length
 
-    @property
-    def regimes(self) -> None:
-        return None
-
     def _at(self, length: int, n: int) -> Geometric:
         stretch = 1 + self.factor * max(length / self.original_length - 1, 0)
         return Geometric(base=_stretched(self.base, stretch, n))
+
+    def along(self, lengths: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        stretch = 1 + self.factor * (lengths.double() / self.original_length - 1).clamp(min=0)
+        return _geometric(_stretched(self.base, stretch, n), n, lengths.device), torch.ones_like(stretch)
 
 
 class Ramp(Frequencies):
@@ -275,6 +144,18 @@ class Ramp(Frequencies):
             )
         return self
 
+    def _ramped(self, factor: float | Tensor, n: int, device: Device) -> Tensor:
+        kept = _geometric(self.base, n, device)
+        return torch.lerp(kept, kept / factor, self._interpolated(n, device))
+
+    def _weight(self, log_factor: Any) -> Any:
+        """The attention factor, a number or tensor as ln(factor) is."""
+        if self.attention is not None:
+            return self.attention
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return (0.1 * self.mscale * log_factor + 1) / (0.1 * self.mscale_all_dim * log_factor + 1)
+        return 0.1 * log_factor + 1
+
     def _interpolated(self, n: int, device: Device) -> Tensor:
         def channel(turns: float) -> float:
             return n * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(self.base)
@@ -299,19 +180,13 @@ class YaRN(Ramp, Static):
     factor: Factor
 
     def _rates(self, n: int, device: Device) -> Tensor:
-        kept = _geometric(self.base, n, device)
-        return torch.lerp(kept, kept / self.factor, self._interpolated(n, device))
+        return self._ramped(self.factor, n, device)
 
     def _attention_factor(self) -> float:
-        if self.attention is not None:
-            return self.attention
-        log_factor = math.log(self.factor)
-        if self.mscale is not None and self.mscale_all_dim is not None:
-            return (0.1 * self.mscale * log_factor + 1) / (0.1 * self.mscale_all_dim * log_factor + 1)
-        return 0.1 * log_factor + 1
+        return self._weight(math.log(self.factor))
 
 
-class DynamicYaRN(Ramp, LengthDependent):
+class DynamicYaRN(Ramp, Continuous):
     """YaRN whose factor is max(1, L / L0), so that inputs within the trained length are left as trained.
 
     Ours: transformers has no such rule. `at(length, n)` is the YaRN to serve one fixed length with.
@@ -322,12 +197,13 @@ class DynamicYaRN(Ramp, LengthDependent):
 
     kind: Literal["dynamic_yarn"] = "dynamic_yarn"
 
-    @property
-    def regimes(self) -> None:
-        return None
-
     def _at(self, length: int, n: int) -> YaRN:
         return YaRN(factor=max(1.0, length / self.original_length), **self.model_dump(exclude={"kind"}))
+
+    def along(self, lengths: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        factor = (lengths.double() / self.original_length).clamp(min=1)
+        weight = torch.ones_like(factor) * self._weight(factor.log())
+        return self._ramped(factor, n, lengths.device), weight
 
 
 class LongRoPE(LengthDependent):
@@ -460,33 +336,18 @@ AnyFrequencies = Annotated[
 ]
 
 
-def _geometric(base: float, n: int, device: Device) -> Tensor:
-    """base^(-i/n), float64 [n]."""
+def _geometric(base: float | Tensor, n: int, device: Device) -> Tensor:
+    """base^(-i/n), float64 [n], or [..., n] of bases [..., 1]."""
     return base ** (torch.arange(0, -n, -1, dtype=torch.float64, device=device) / n)
 
 
-def _stretched(base: float, stretch: float, n: int) -> float:
+def _stretched(base: float, stretch: Any, n: int) -> Any:
     """The base at which the slowest of n channels is `stretch` times slower and the fastest unchanged."""
     if n < 2:
         raise ValueError(
             f"n is {n}; a changed base moves no rate of a single channel: use 2 or more, or Linear"
         )
     return base * stretch ** (n / (n - 1))
-
-
-def _require_channels(n: int) -> None:
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(
-            f"n is {n!r}; give the number of channels: rotated_dim // 2 for RoPE, head_dim for PoPE"
-        )
-
-
-def _served(rule: Frequencies, length: int | None) -> int:
-    if not isinstance(length, int) or length < 1:
-        raise ValueError(
-            f"length is {length!r}; {type(rule).__name__} takes the number of positions served, from 1"
-        )
-    return length
 
 
 def _require_listed(rule: Frequencies, count: int, n: int) -> None:

@@ -1,0 +1,189 @@
+"""What a scaling rule is: the rates of n channels, in radians per position, and what its settings may be.
+
+n channels; L positions served so far.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from torch import Tensor
+
+Device = torch.device | str | None
+
+
+def _where(condition: Callable[[Any], bool], remedy: str) -> AfterValidator:
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if not condition(value):
+            raise ValueError(f"{info.field_name} is {value}; {remedy}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _listing(condition: Callable[[float], bool], remedy: str) -> AfterValidator:
+    return _where(lambda values: len(values) > 0 and all(map(condition, values)), remedy)
+
+
+Base = Annotated[float, _where(lambda base: 1 < base < math.inf, "give a finite base above 1, as 10000.0")]
+Factor = Annotated[
+    float, _where(lambda x: 1 <= x < math.inf, "give wanted / original length, finite, at least 1")
+]
+Length = Annotated[int, _where(lambda x: x >= 1, "give the number of positions trained on, at least 1")]
+Positive = Annotated[float, _where(lambda x: 0 < x < math.inf, "give a finite number above 0")]
+Share = Annotated[float, _where(lambda x: 0 <= x <= 1, "give a share of the channels, from 0 to 1")]
+Divisors = Annotated[
+    tuple[float, ...],
+    Field(strict=False),
+    _listing(lambda x: 0 < x < math.inf, "list one finite number above 0 for each channel"),
+]
+Rates = Annotated[
+    tuple[float, ...],
+    Field(strict=False),
+    _listing(
+        lambda x: 0 <= x < math.inf, "list finite radians per position, none below 0, one for each channel"
+    ),
+]
+
+
+class Frequencies(BaseModel):
+    """A rule that gives n channels their rates, told apart by its `kind`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: Any
+    depends_on_length: ClassVar[bool]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _required_fields(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            missing = [
+                name for name, field in cls.model_fields.items() if field.is_required() and name not in data
+            ]
+            if missing:
+                raise ValueError(
+                    f"{cls.__name__} is missing {', '.join(missing)}; it takes {', '.join(cls.model_fields)}"
+                )
+        return data
+
+    @property
+    @abstractmethod
+    def regimes(self) -> tuple[tuple[int, int | None], ...] | None:
+        """(first, last) length of each stretch of constant rates; None when they vary continuously."""
+
+    @abstractmethod
+    def rates(self, n: int, *, length: int | None = None, device: Device = None) -> Tensor:
+        """Radians per position of n channels when `length` positions are served so far, float64 [n].
+
+        Only the rules with `depends_on_length` need `length`. Raises ValueError where they lack it, and for
+        an n that the rule cannot serve.
+
+        >>> Geometric(base=10_000.0).rates(2).tolist()
+        [1.0, 0.01]
+        >>> DynamicNTK(base=10_000.0, factor=2.0, original_length=2048).rates(2, length=3072).tolist()
+        [1.0, 0.005]
+        """
+
+    @abstractmethod
+    def attention_factor(self, n: int, *, length: int | None = None) -> float:
+        """What multiplies cosine and sine of queries and of keys, hence scores by its square.
+
+        >>> round(YaRN(base=10_000.0, factor=64.0, original_length=4096).attention_factor(32), 4)
+        1.4159
+        """
+
+    @abstractmethod
+    def at(self, length: int, n: int) -> "Static":
+        """The static rule equal to this one for n channels when `length` positions are served.
+
+        >>> DynamicYaRN(base=10_000.0, original_length=2048).at(8192, 32).factor
+        4.0
+        """
+
+
+class Static(Frequencies):
+    """A rule whose rates are the same at every length."""
+
+    depends_on_length: ClassVar[bool] = False
+
+    @abstractmethod
+    def _rates(self, n: int, device: Device) -> Tensor: ...
+
+    @abstractmethod
+    def _attention_factor(self) -> float: ...
+
+    @property
+    def regimes(self) -> tuple[tuple[int, int | None], ...]:
+        return ((1, None),)
+
+    def rates(self, n: int, *, length: int | None = None, device: Device = None) -> Tensor:
+        self._check(n, length)
+        return self._rates(n, device)
+
+    def attention_factor(self, n: int, *, length: int | None = None) -> float:
+        self._check(n, length)
+        return self._attention_factor()
+
+    def at(self, length: int, n: int) -> "Static":
+        self._check(n, length)
+        return self
+
+    def _check(self, n: int, length: int | None) -> None:
+        _require_channels(n)
+        if length is not None:
+            _served(self, length)
+
+
+class LengthDependent(Frequencies):
+    """A rule whose rates follow the number of positions served."""
+
+    depends_on_length: ClassVar[bool] = True
+
+    @abstractmethod
+    def _at(self, length: int, n: int) -> Static: ...
+
+    def at(self, length: int, n: int) -> Static:
+        _require_channels(n)
+        return self._at(_served(self, length), n)
+
+    def rates(self, n: int, *, length: int | None = None, device: Device = None) -> Tensor:
+        return self.at(_served(self, length), n).rates(n, device=device)
+
+    def attention_factor(self, n: int, *, length: int | None = None) -> float:
+        return self.at(_served(self, length), n).attention_factor(n)
+
+
+class Continuous(LengthDependent):
+    """A rule whose rates may change with every position served."""
+
+    @property
+    def regimes(self) -> None:
+        return None
+
+    @abstractmethod
+    def along(self, lengths: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """What `rates` and `attention_factor` are at each of int64 `lengths` [..., 1]: float64 [..., n] and [..., 1].
+
+        >>> rule = DynamicNTK(base=10_000.0, factor=2.0, original_length=2048)
+        >>> rule.along(torch.tensor([[2048], [3072]]), 2)[0].tolist()
+        [[1.0, 0.01], [1.0, 0.005]]
+        """
+
+
+def _require_channels(n: int) -> None:
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(
+            f"n is {n!r}; give the number of channels: rotated_dim // 2 for RoPE, head_dim for PoPE"
+        )
+
+
+def _served(rule: Frequencies, length: int | None) -> int:
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(
+            f"length is {length!r}; {type(rule).__name__} takes the number of positions served, from 1"
+        )
+    return length
