@@ -5,10 +5,11 @@
 Gradient norms grow with the number of GPUs that share a row (docs/parallel.md). If an accumulator rounds toward zero
 at each step, a sum shrinks the more, the longer it is, and one that is split into parts, each summed by itself and all
 added in float32 afterwards, shrinks less. So a bfloat16 product over many tokens is held against float64, whole and
-in parts.
+in parts: of terms of both signs, and of positive ones, whose sum grows with every step.
 """
 
 import argparse
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -29,19 +30,20 @@ def summed(x: torch.Tensor, y: torch.Tensor, parts: int, *, rounded: bool) -> to
 def main(out: Path) -> None:
     device = torch.device("cuda")
     values = []
-    for length in LENGTHS:
+    for length, positive in product(LENGTHS, (False, True)):
         torch.manual_seed(0)
         x, y = (torch.randn(length, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
+        if positive:
+            x, y = x.abs(), y.abs()
         pieces = zip(x.split(8192), y.split(8192), strict=True)
         exact = torch.stack([a.double().T @ b.double() for a, b in pieces]).sum(0)
-        for rounded in (False, True):
-            for parts in PARTS:
-                found = summed(x, y, parts, rounded=rounded).double()
-                along = ((found * exact).sum() / exact.square().sum() - 1).item()
-                norm = (found.norm() / exact.norm() - 1).item()
-                case = {"length": length, "parts": parts, "rounded": rounded}
-                values.append({**case, "norm_error": norm, "error_along_it": along})
-                print(values[-1], flush=True)
+        for rounded, parts in product((False, True), PARTS):
+            found = summed(x, y, parts, rounded=rounded).double()
+            along = ((found * exact).sum() / exact.square().sum() - 1).item()
+            norm = (found.norm() / exact.norm() - 1).item()
+            case = {"length": length, "positive": positive, "parts": parts, "rounded": rounded}
+            values.append({**case, "norm_error": norm, "error_along_it": along})
+            print(values[-1], flush=True)
     record(out, recipe={"width": WIDTH, "seeds": [0]}, values=values, device=device)
 
 
