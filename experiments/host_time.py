@@ -9,10 +9,10 @@ where it is little of the round. The backward pass is that of one call at a time
 
 import argparse
 import gc
-import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -22,7 +22,6 @@ from phasewise import TAPA, NoPE, PoPE, RoPE, attention, choose
 from phasewise.attention import Implementation
 from phasewise.bench.timing import Time
 from phasewise.device import usable
-from phasewise.encodings import Encoding
 from phasewise.record import record
 
 ROWS, HEADS, LENGTH, WIDTH = 1, 8, 128, 64
@@ -30,27 +29,22 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("flash", "cudnn", "triton", "sdpa
 WHAT = ("without gradients", "forward", "backward")
 
 
-def encodings() -> dict[str, Encoding]:
-    return {
-        "none": NoPE(),
-        "rope": RoPE(head_dim=WIDTH),
-        "pope": PoPE(num_heads=HEADS, head_dim=WIDTH),
-        "tapa": TAPA(head_dim=WIDTH),
-    }
-
-
 def subjects(qkv: list[Tensor], refused: dict[str, str]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Attention of each encoding by each implementation that takes it here; why not, for the others."""
     q, k, v = qkv
-    for name, encoding in encodings().items():
-        encoding = encoding.to(q.device)
-        for impl in IMPLEMENTATIONS:
-            try:
-                choose(q, k, v, encoding, impl=impl)
-            except ValueError as error:
-                refused[f"{name} {impl}"] = str(error)
-            else:
-                yield f"{name} {impl}", partial(attention, q, k, v, encoding, impl=impl)
+    encodings = {
+        "tapa": TAPA(head_dim=WIDTH),
+        "rope": RoPE(head_dim=WIDTH),
+        "pope": PoPE(num_heads=HEADS, head_dim=WIDTH).to(q.device),
+        "none": NoPE(),
+    }
+    for impl, (name, encoding) in product(IMPLEMENTATIONS, encodings.items()):
+        try:
+            choose(q, k, v, encoding, impl=impl)
+        except ValueError as error:
+            refused[f"{name} {impl}"] = str(error)
+        else:
+            yield f"{name} {impl}", partial(attention, q, k, v, encoding, impl=impl)
 
 
 def timed(enqueue: Callable[[], object], calls: int, wait: Callable[[], None]) -> tuple[float, float]:
@@ -83,6 +77,23 @@ def a_round(call: Callable[[], Tensor], leaves: list[Tensor], calls: int, wait: 
     return dict(zip(WHAT, (timed(each, calls, wait) for each in (inference, forward, backward)), strict=True))
 
 
+def measured(call: Callable[[], Tensor], leaves: list[Tensor], rounds: int, calls: int) -> dict:
+    """Medians and quartiles of a subject's rounds, once it is compiled."""
+    wait = torch.cuda.synchronize if leaves[0].is_cuda else lambda: None
+    a_round(call, leaves, 10, wait)
+    found = []
+    for _ in range(rounds):
+        gc.collect()
+        found.append(a_round(call, leaves, calls, wait))
+    return {
+        what: {
+            "us": vars(Time.of([one[what][0] for one in found])),
+            "left_us": Time.of([one[what][1] for one in found]).median,
+        }
+        for what in WHAT
+    }
+
+
 def main(out: Path, device: torch.device, rounds: int, calls: int) -> None:
     torch.manual_seed(0)
     narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -90,37 +101,17 @@ def main(out: Path, device: torch.device, rounds: int, calls: int) -> None:
         torch.randn(ROWS, HEADS, LENGTH, WIDTH, device=device, dtype=narrow, requires_grad=True)
         for _ in "qkv"
     ]
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    refused: dict[str, str] = {}
-    found = dict(subjects(leaves, refused))
-    for name, call in found.items():
-        start = time.perf_counter()
-        a_round(call, leaves, 10, wait)
-        print(f"{name}: warm after {time.perf_counter() - start:.1f} s", flush=True)
-    samples: dict[str, list[dict]] = {name: [] for name in found}
-    order, shuffle = list(found), random.Random(0).shuffle
-    gc.disable()
-    for number in range(rounds):
-        shuffle(order)
-        for name in order:
-            samples[name].append(a_round(found[name], leaves, calls, wait))
-            gc.collect()
-        print(f"round {number + 1} of {rounds}", flush=True)
-    values = {
-        name: {
-            what: {
-                "us": vars(Time.of([one[what][0] for one in those])),
-                "left_us": Time.of([one[what][1] for one in those]).median,
-            }
-            for what in WHAT
-        }
-        for name, those in samples.items()
-    }
-    for name, times in values.items():
-        print(f"{name:12}", *(f"{what} {times[what]['us']['median']:.0f} us" for what in WHAT), flush=True)
     shape = {"rows": ROWS, "heads": HEADS, "length": LENGTH, "width": WIDTH, "dtype": str(narrow)}
+    refused: dict[str, str] = {}
     recipe = {**shape, "rounds": rounds, "calls": calls, "seeds": [0], "refused": refused}
-    record(out, recipe=recipe, values=values, device=device)
+    values = {}
+    gc.disable()
+    for name, call in subjects(leaves, refused):
+        start = time.perf_counter()
+        times = values[name] = measured(call, leaves, rounds, calls)
+        took = ", ".join(f"{what} {times[what]['us']['median']:.0f}" for what in WHAT)
+        print(f"{name:12} {took} us (done in {time.perf_counter() - start:.1f} s)", flush=True)
+        record(out, recipe=recipe, values=values, device=device)
 
 
 if __name__ == "__main__":
@@ -128,6 +119,6 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", type=usable, default="cuda")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--calls", type=int, default=30)
     options = parser.parse_args()
     main(options.out, options.device, options.rounds, options.calls)
