@@ -162,9 +162,12 @@ def _certificate(documents: Sequence[Row]) -> str:
     rates = " to ".join(str(rate) for rate in sorted({*known[:1], *known[-1:]}))
     link = f", all-reduce at {rates} GB/s a GPU" if known else ""
     multicast = "" if first["recipe"].get("NCCL_NVLS_ENABLE") != "0" else ", NVLink multicast off"
+    flash = first["versions"].get("flash-attn-4")
+    kernels = "" if flash is None else f"flash-attn-4 {flash}, "
+    commits = " and ".join(sorted({document["commit"][:10] for document in documents}))
     return (
-        f"{first['device']}, one host{multicast}{link}, torch {first['versions']['torch']}, "
-        f"commit {first['commit'][:10]}; `results/parallel/`."
+        f"{first['device']}, one host{multicast}{link}, torch {first['versions']['torch']}, {kernels}"
+        f"commit {commits}; `results/parallel/`."
     )
 
 
