@@ -1,5 +1,7 @@
 """flash-attn-4 is used when it is the known version and loads; otherwise auto takes the next and says why."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -56,3 +58,12 @@ def test_a_module_that_does_not_load_is_tried_once(installed, monkeypatch):
     monkeypatch.setattr(packages.importlib, "import_module", broken)
     assert packages.flash_obstacle("some.module") == packages.flash_obstacle("some.module")
     assert tried == ["some.module"]
+
+
+def test_what_a_module_warns_of_as_it_loads_does_not_keep_it_from_loading(installed, monkeypatch):
+    def warning(module):
+        warnings.warn("Arch from arch.py is deprecated", DeprecationWarning, stacklevel=1)
+
+    installed(packages.FLASH_VERSION)
+    monkeypatch.setattr(packages.importlib, "import_module", warning)
+    assert packages.flash_obstacle("some.module") is None

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import warnings
 from importlib import metadata
 
 import torch
@@ -62,9 +63,14 @@ flash_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def _failure(module: str) -> str | None:
-    """The first line of what importing a module raises; asked once, as a failed import is tried anew each time."""
+    """The first line of what importing a module raises; asked once, as a failed import is tried anew each time.
+
+    What it warns of is its own affair, and no error where warnings are.
+    """
     try:
-        importlib.import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(module)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
