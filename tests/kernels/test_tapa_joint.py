@@ -9,29 +9,64 @@ import torch
 triton = pytest.importorskip("triton")
 
 from phasewise.kernels import tapa, tapa_backward, tapa_joint, tapa_turns  # noqa: E402
-from phasewise.kernels.tapa_score import Score  # noqa: E402
+from phasewise.kernels.tapa_score import BEFORE, Score  # noqa: E402
 from tests.kernels.test_tapa import DEVICE, GPU, definition, float32_definition, inputs  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if GPU else []
 SCORE = Score(amplitude_dim=32, scale=1.0, unit=1.0, linear=False, causal=True, window=None)
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 129, 1000])
-@pytest.mark.parametrize(("block_m", "block_n"), [(64, 64), (32, 64), (64, 128)])
-@pytest.mark.parametrize(("heads", "together"), [(1, 1), (1, 512), (7, 3), (6, 3), (2, 16)])
-def test_programs_one_after_another_never_wait(monkeypatch, length, block_m, block_n, heads, together):
-    """The least that a device grants: a program that has begun is run, in whatever order programs begin."""
+SIZES = [(1, 1), (63, 63), (64, 64), (65, 65), (129, 129), (1000, 1000)]  # queries and keys
+SHORTER = [(1, 2), (1, 700), (15, 64), (63, 127), (64, 65), (65, 128), (200, 201), (200, 1000), (128, 1024)]
+BLOCKS = [(64, 64), (32, 64), (64, 128), (128, 64)]
+
+
+@pytest.fixture
+def on_numbers(monkeypatch):
+    """Gluon's functions of numbers as Python's."""
     monkeypatch.setattr(tapa_turns.gl, "minimum", min)
-    key_tiles = triton.cdiv(length, block_n)
-    starts = range(0, length, block_m)
+    monkeypatch.setattr(tapa_turns.gl, "maximum", max)
+    monkeypatch.setattr(tapa_turns.gl, "cdiv", triton.cdiv)
+
+
+@pytest.mark.usefixtures("on_numbers")
+@pytest.mark.parametrize(("queries", "keys"), SIZES + SHORTER)
+@pytest.mark.parametrize(("block_m", "block_n"), BLOCKS)
+@pytest.mark.parametrize(("heads", "together"), [(1, 1), (1, 512), (7, 3), (6, 3), (2, 16)])
+def test_programs_one_after_another_never_wait(queries, keys, block_m, block_n, heads, together):
+    """The least that a device grants: a program that has begun is run, in whatever order programs begin."""
+    key_tiles = triton.cdiv(keys, block_n)
+    starts = range(0, queries, block_m)
     turns = {(head, m): 0 for head in range(heads) for m in starts}
     for ticket in range(heads * key_tiles):
         head, tile = tapa_turns.work_of.fn(ticket, heads, together, key_tiles)
-        for m in range(tile * block_n, length, block_m):
-            turn = tapa_turns.turn_of.fn(tile, m, block_n)
+        low, _, count = tapa_turns.queries_of.fn(tile, queries, keys, block_m, block_n)
+        for m in range(low, low + count * block_m, block_m):
+            turn = tapa_turns.turn_of.fn(tile, m, queries, keys, block_m, block_n)
             assert turns[head, m] == turn
             turns[head, m] = turn + 1
-    assert turns == {(head, m): m // block_n + 1 for head in range(heads) for m in starts}
+    last_seen = [min(m + block_m, queries) - 1 + keys - queries for m in starts]
+    expected = [place // block_n + 1 for place in last_seen]
+    assert turns == {(head, m): n for head in range(heads) for m, n in zip(starts, expected, strict=True)}
+
+
+@pytest.mark.usefixtures("on_numbers")
+@pytest.mark.parametrize(("queries", "keys"), SIZES + SHORTER)
+@pytest.mark.parametrize(("block_m", "block_n"), BLOCKS)
+def test_a_tile_of_keys_meets_the_queries_that_see_it_and_masks_those_that_see_a_part(
+    queries, keys, block_m, block_n
+):
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    for tile, columns in enumerate(seen.split(block_n, 1)):
+        tiles = columns.split(block_m)
+        meets = [m for m, rows in enumerate(tiles) if rows.any()]
+        low, near, count = tapa_turns.queries_of.fn(tile, queries, keys, block_m, block_n)
+        assert list(range(low // block_m, low // block_m + count)) == meets
+        assert low % block_m == 0
+        assert all(tiles[m].all() for m in meets[near:])
+        assert columns.shape[1] < block_n or not any(tiles[m].all() for m in meets[:near])
+        gap = low + keys - queries - (tile * block_n + block_n - 1)
+        assert gap - 8 >= -BEFORE, "the table of powers has an entry for every difference"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +76,9 @@ def test_programs_one_after_another_never_wait(monkeypatch, length, block_m, blo
         (replace(SCORE, amplitude_dim=64), 128, 128, 96, True),
         (replace(SCORE, amplitude_dim=16), 64, 64, 96, False),
         (SCORE, 64, 32, 96, False),
-        (SCORE, 64, 64, 95, False),
+        (SCORE, 64, 64, 95, True),
+        (SCORE, 64, 64, 1, True),
+        (SCORE, 64, 64, 97, False),
         (replace(SCORE, linear=True), 64, 64, 96, False),
         (replace(SCORE, causal=False), 64, 64, 96, False),
         (replace(SCORE, window=50), 64, 64, 96, False),
@@ -103,6 +140,28 @@ def test_every_gradient_is_the_equation_for_every_option(monkeypatch, options, w
     assert_within_budget(monkeypatch, tensors, width, **options)
 
 
+@needs_hopper
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    ("queries", "keys", "dtype"),
+    [(queries, 333, torch.bfloat16) for queries in (1, 15, 63, 64, 65, 200, 332)]
+    + [(64, 65, torch.bfloat16), (64, 128, torch.bfloat16), (65, 1024, torch.bfloat16)]
+    + [(1000, 1500, torch.bfloat16), (200, 333, torch.float16)],
+)
+def test_every_gradient_is_the_equation_for_queries_that_are_the_last_of_the_keys(
+    monkeypatch, queries, keys, dtype, width
+):
+    tensors = inputs(queries, keys, width=width, v_width=width, dtype=dtype)
+    assert_within_budget(monkeypatch, tensors, width)
+
+
+@needs_hopper
+@pytest.mark.parametrize("width", [64, 128])
+def test_grouped_heads_and_rows_keep_apart_for_queries_that_are_the_last_of_the_keys(monkeypatch, width):
+    tensors = inputs(150, 700, heads=6, groups=2, batch=2, width=width, v_width=width, dtype=torch.bfloat16)
+    assert_within_budget(monkeypatch, tensors, width, alpha=0.5)
+
+
 def assert_within_budget(monkeypatch, tensors, width, **options):
     """Twice the error of float32 arithmetic on the same inputs and two roundings, as for every kernel of TAPA."""
     options = {"alpha": 0.1, "amplitude_dim": width // 2, **options}
@@ -118,9 +177,10 @@ def assert_within_budget(monkeypatch, tensors, width, **options):
 
 
 @needs_hopper
+@pytest.mark.parametrize("queries", [200, 4000, 8192])
 @pytest.mark.parametrize("width", [64, 128])
-def test_repeats_give_the_same_bits_however_many_programs_add(monkeypatch, width):
-    tensors = inputs(8192, heads=8, groups=8, width=width, v_width=width, dtype=torch.bfloat16)
+def test_repeats_give_the_same_bits_however_many_programs_add(monkeypatch, width, queries):
+    tensors = inputs(queries, 8192, heads=8, groups=8, width=width, v_width=width, dtype=torch.bfloat16)
     options = {"alpha": 0.1, "amplitude_dim": width // 2}
     first = one_pass_gradients(monkeypatch, tensors, **options)
     for _ in range(4):

@@ -5,9 +5,9 @@ queries ahead, two add to the gradient of the queries (tapa_turns.py), the other
 consecutive places the distance power is a function of their difference alone, so it comes from a table, of which a
 thread's part of a tile reads one pair of entries for every diagonal of 8 x 8 blocks.
 
-For as many queries as keys, causal, without window or positions, in half precision, with the quadratic phase, on
-compute capability 9. Letters and conventions of tapa_score.py, level and twist as in tapa_backward.py; tiles of
-scores are [keys, queries].
+For queries that are the last of the keys, causal, without window or positions, in half precision, with the quadratic
+phase, on compute capability 9. Letters and conventions of tapa_score.py, level and twist as in tapa_backward.py; tiles
+of scores are [keys, queries].
 """
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportIndexIssue=false
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phasewise.kernels.tapa_score import BEFORE, Score, cosine, power_table, sine, store_tile
-from phasewise.kernels.tapa_turns import add_query_grads, work_of
+from phasewise.kernels.tapa_turns import add_query_grads, queries_of, work_of
 from phasewise.kernels.tiles import LOG2E, UNSEEN, describe
 
 SPACING = 1024  # tiles of queries walked over side by side, so that whoever is waited for is some steps ahead
@@ -202,9 +202,12 @@ def store_rows(ptr, strides, b, h, first_row, first_column, length, values, fact
 @gluon.jit
 def key_gradients(
     grad_k_ptr, k_strides, grad_v_ptr, v_strides, sources, key_buffers, loaded, buffers, scores, grads, barriers,
-    batch, group, first_n, near, count, T, scale, table_ptr, GROUP: gl.constexpr,
+    batch, group, first_n, first_i, near, count, S, scale, table_ptr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values, summed over the query heads of a group; the diagonal first."""
+    """Gradients of a tile of keys and values, summed over the query heads of a group.
+
+    first_i: place of the first query that is met; near: so many tiles of queries do not see all keys of this one.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_M: gl.constexpr = buffers[0].shape[3]
     BLOCK_N: gl.constexpr = sources[0].block_type.shape[2]
@@ -225,7 +228,7 @@ def key_gradients(
         tma.async_copy_global_to_shared(sources[part], at, loaded, key_buffers[part].index(0))
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     j = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
-    i = first_n + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
+    i = first_i + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
     by_k_a = gl.zeros([BLOCK_N, A], gl.float32, layout=BY_A)
     by_k_p = gl.zeros([BLOCK_N, P], gl.float32, layout=BY_P)
     by_v = gl.zeros([BLOCK_N, V], gl.float32, layout=BY_V)
@@ -242,15 +245,15 @@ def key_gradients(
                 member * count + t, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j,
                 i + t * BLOCK_M, scale_log2, table_ptr, True, Q_A, Q_P,
             )  # fmt: skip
-    store_rows(grad_k_ptr, k_strides, batch, group, first_n, 0, T, by_k_a, scale)
-    store_rows(grad_k_ptr, k_strides, batch, group, first_n, A, T, by_k_p, -scale)
-    store_rows(grad_v_ptr, v_strides, batch, group, first_n, 0, T, by_v, 1.0)
+    store_rows(grad_k_ptr, k_strides, batch, group, first_n, 0, S, by_k_a, scale)
+    store_rows(grad_k_ptr, k_strides, batch, group, first_n, A, S, by_k_p, -scale)
+    store_rows(grad_v_ptr, v_strides, batch, group, first_n, 0, S, by_v, 1.0)
 
 
 @gluon.jit
 def joint_kernel(
     grad_k_ptr, k_strides, grad_v_ptr, v_strides, sum_a, sum_p, turn_ptr, q_a, q_p, k_a, k_p, v, above, lse, delta,
-    table_ptr, G, T, tiles, together, scale,
+    table_ptr, G, T, S, tiles, together, scale,
     GROUP: gl.constexpr, STAGES: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Gradients of k and v, and the unscaled ones by q_A and q_P in the order of tiles; turn_ptr: all zeros."""
@@ -260,14 +263,13 @@ def joint_kernel(
     A: gl.constexpr = k_a.block_type.shape[3]
     P: gl.constexpr = k_p.block_type.shape[3]
     V: gl.constexpr = v.block_type.shape[3]
-    key_tiles = gl.cdiv(T, BLOCK_N)
+    key_tiles = gl.cdiv(S, BLOCK_N)
     ticket = gl.atomic_add(turn_ptr, 1, sem="relaxed")
     key_head, tile = work_of(ticket, gl.num_programs(0) // key_tiles, together, key_tiles)
     batch = key_head // G
     group = key_head % G
     first_n = tile * BLOCK_N
-    count = gl.cdiv(T - first_n, BLOCK_M)
-    near = gl.minimum(BLOCK_N // BLOCK_M, count)
+    low, near, count = queries_of(tile, T, S, BLOCK_M, BLOCK_N)
 
     key_buffers = (
         gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, A], k_a.layout),
@@ -314,17 +316,18 @@ def joint_kernel(
         [
             (key_gradients, (
                 grad_k_ptr, k_strides, grad_v_ptr, v_strides, (k_a, k_p, v), key_buffers, loaded, buffers, scores,
-                grads, (full, ready, free), batch, group, first_n, near, count, T, scale, table_ptr, GROUP,
+                grads, (full, ready, free), batch, group, first_n, low + S - T, near, count, S, scale, table_ptr,
+                GROUP,
             )),
             (load_queries, (
-                (q_a, q_p, above, lse, delta), buffers, full, ready, batch, head, G * GROUP, first_n, count, GROUP,
+                (q_a, q_p, above, lse, delta), buffers, full, ready, batch, head, G * GROUP, low, count, GROUP,
             )),
             (add_query_grads, (
-                (sum_a, sum_p), turns, grads, ready, free, first_tile, tiles, tile, first_n, count,
+                (sum_a, sum_p), turns, grads, ready, free, first_tile, tiles, tile, low, count, T, S,
                 BLOCK_M, BLOCK_N, GROUP, 0,
             )),
             (add_query_grads, (
-                (sum_a, sum_p), turns, grads, ready, free, first_tile, tiles, tile, first_n, count,
+                (sum_a, sum_p), turns, grads, ready, free, first_tile, tiles, tile, low, count, T, S,
                 BLOCK_M, BLOCK_N, GROUP, 1,
             )),
         ],
@@ -358,25 +361,24 @@ def backward(
 ) -> None:  # fmt: skip
     """Writes the gradients of q, k and v; lse2 and delta as `statistics_kernel` leaves them."""
     grad_q, grad_k, grad_v = grads
-    batch, heads, length, width = q.shape
-    groups, padded = k.shape[1], lse2.shape[2]
+    batch, heads, queries, width = q.shape
+    groups, keys, padded = *k.shape[1:3], lse2.shape[2]
     widths = (score.amplitude_dim, width - score.amplitude_dim)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
-    assert block_n % block_m == 0, "the first query that sees a tile of keys starts a tile"
     assert meta["STAGES"] == 2, "one of the two warps that add serves each stage"
     tiles = padded // block_m
     turns = torch.zeros(1 + batch * heads * tiles, dtype=torch.int32, device=q.device)
     sums = [torch.empty(batch * heads * padded * w, dtype=torch.float32, device=q.device) for w in widths]
     blocks = [(block_m, w) if block_m >= 64 else (w, block_m) for w in widths]
-    key_tiles = triton.cdiv(length, block_n)
-    table = power_table(alpha, score.phase_unit(q), length)
+    key_tiles = triton.cdiv(keys, block_n)
+    table = power_table(alpha, score.phase_unit(q), keys)
     joint_kernel[(key_tiles * batch * groups,)](
         grad_k, grad_k.stride(), grad_v, grad_v.stride(),
         *(tiled(x.view(-1, block[1]), block) for x, block in zip(sums, blocks, strict=True)), turns,
         *(by_head(x, block_m) for x in q.split(widths, 3)), *(by_head(x, block_n) for x in k.split(widths, 3)),
         by_head(v, block_n), by_head(grad_out, block_m),
         *(tiled(x.view(-1, padded), (1, block_m)) for x in (lse2, delta)), table[BEFORE:],
-        groups, length, tiles, triton.cdiv(SPACING, tiles), score.scale,
+        groups, queries, keys, tiles, triton.cdiv(SPACING, tiles), score.scale,
         GROUP=heads // groups,
         **{name: value for name, value in meta.items() if not name.startswith("BLOCK")},
     )  # fmt: skip
@@ -385,7 +387,7 @@ def backward(
         *sums,
         *grad_q.stride(),
         heads,
-        length,
+        queries,
         tiles,
         score.scale,
         A=widths[0],

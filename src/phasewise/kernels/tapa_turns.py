@@ -28,9 +28,19 @@ def work_of(ticket, heads, together, key_tiles):
 
 
 @gluon.jit
-def turn_of(tile, m, BLOCK_N: gl.constexpr):
+def queries_of(tile, T, S, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Which of T queries, the last of S keys, see a tile of keys: the first, in how many tiles not all, in all."""
+    first_m = tile * BLOCK_N - (S - T)
+    low = gl.maximum(first_m, 0) // BLOCK_M * BLOCK_M
+    count = gl.cdiv(T - low, BLOCK_M)
+    near = gl.cdiv(gl.maximum(first_m + BLOCK_N - 1 - low, 0), BLOCK_M)
+    return low, gl.minimum(near, count), count
+
+
+@gluon.jit
+def turn_of(tile, m, T, S, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """How many tiles of keys, the later ones, add to the tile of queries at m before this one."""
-    return m // BLOCK_N - tile
+    return (gl.minimum(m + BLOCK_M, T) - 1 + S - T) // BLOCK_N - tile
 
 
 @gluon.jit
@@ -83,7 +93,7 @@ def begin_adding(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def add_query_grads(
-    sums, turn_ptr, grads, ready, free, first_tile, tiles, tile, low, count,
+    sums, turn_ptr, grads, ready, free, first_tile, tiles, tile, low, count, T, S,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGE: gl.constexpr,
 ):  # fmt: skip
     """Adds the program's part of the gradients by q_A and q_P, of the tiles of one stage, each in its turn.
@@ -95,7 +105,7 @@ def add_query_grads(
         member = step // count
         m = low + (step - member * count) * BLOCK_M
         at = first_tile + member * tiles + m // BLOCK_M
-        turn = turn_of(tile, m, BLOCK_N)
+        turn = turn_of(tile, m, T, S, BLOCK_M, BLOCK_N)
         mbarrier.wait(ready.index(STAGE), step // STAGES & 1)
         await_turn(turn_ptr + at, turn)
         for part in gl.static_range(2):
