@@ -45,16 +45,16 @@ def tensors(queries, keys, width, *, heads=4, group=1, rows=2):
 def test_output_and_gradients_are_those_of_its_interface(queries, keys, width, options):
     from flash_attn.cute import interface
 
-    from phasewise.kernels import flash
+    from phasewise.kernels import flash, flash_backward
 
     view = {"causal": options.pop("causal", True), "window": options.pop("window", None)}
     q, k, v, dout = tensors(queries, keys, width, **options)
     out, lse = flash.forward(q, k, v, scale=0.125, **view)
     into = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
     dlse = torch.randn_like(lse) if width == 64 else None
-    flash.backward(q, k, v, out, lse, dout, dlse, into[1:], scale=0.125, **view).write(into[0])
+    flash_backward.backward(q, k, v, out, lse, dout, dlse, into[1:], scale=0.125, **view).write(into[0])
 
-    left, right = flash._sides(**view)
+    left, right = flash.sides_of(**view)
     theirs = {
         "softmax_scale": 0.125,
         "causal": view["causal"],

@@ -198,12 +198,13 @@ def _flash_backward(
     q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
     preparation: str, factor: float, **view: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from phasewise.kernels import flash, prepare
+    from phasewise.kernels import flash_backward, prepare
 
     dv, no_phase = _placewise(v), q.new_empty(0, dtype=torch.float32)
     if q_angle is None or k_angle is None or preparation == "rope":
         dk = _placewise(k)
-        held = flash.backward(q, k, v, out, lse, dout, dlse, (dk, dv), **view)
+        turned = k_angle if factor == 1.0 else None
+        held = flash_backward.backward(q, k, v, out, lse, dout, dlse, (dk, dv), angles=turned, **view)
         dq = _placewise(q)
         if q_angle is None or k_angle is None:
             held.write(dq)
@@ -212,7 +213,7 @@ def _flash_backward(
         return dq, dk, dv, no_phase
     q2, k2 = prepare.polar(q, k, q_angle, k_angle, phase, preparation)
     # What is wide exists once: dk takes the place of keys that were read by then, and queries go before dq comes.
-    grad = flash.backward(q2, k2, v, out, lse, dout, dlse, (k2, dv), **view).expanded(q2)
+    grad = flash_backward.backward(q2, k2, v, out, lse, dout, dlse, (k2, dv), **view).expanded(q2)
     del q2
     dq, dk, dphase = _from_polar(q, k, q_angle, k_angle, phase, preparation, grad, k2)
     return dq, dk, dv, dphase

@@ -442,18 +442,19 @@ def rotate(
 
 
 def finish_rotated(
-    dq_sum: Tensor, scale: float, dq: Tensor, dk: Tensor, q_angle: Tensor, k_angle: Tensor, factor: float
-) -> None:
-    """`rotate` back of scale times float32 sums, into dq, and of dk in place, both of width 2 n and half precision.
+    dq_sum: Tensor, scale: float, dq: Tensor, dk: Tensor | None, q_angle: Tensor, k_angle: Tensor | None, factor: float
+) -> None:  # fmt: skip
+    """`rotate` back of scale times float32 sums, into dq, and of dk, if given, in place; of width 2 n, half precision.
 
     dq_sum `[B, H, ...]` holds a head's sums as `turn_sums` has them, in whole blocks of 64 rows.
     """
     n = q_angle.shape[2]
-    heads, key_heads = _grouped(dq.shape[1]), _grouped(dk.shape[1])
-    block_t = _places(dk.shape[2], 2048, 2 * n)
+    keys, k_angle = (dq, q_angle) if dk is None or k_angle is None else (dk, k_angle)
+    heads, key_heads = _grouped(dq.shape[1]), _grouped(keys.shape[1])
+    block_t = _places(keys.shape[2], 2048, 2 * n)
     programs = _programs(dq, 64, heads)
-    finish_rotated_kernel[(programs + _programs(dk, block_t, key_heads),)](
+    finish_rotated_kernel[(programs + (0 if dk is None else _programs(dk, block_t, key_heads)),)](
         dq_sum, dq_sum.stride(1), dq, dq.stride(), q_angle, row_step(q_angle), dq.shape[1], dq.shape[2], scale * factor,
-        dk, dk.stride(), k_angle, row_step(k_angle), dk.shape[1], dk.shape[2], factor, programs,
+        keys, keys.stride(), k_angle, row_step(k_angle), keys.shape[1], keys.shape[2], factor, programs,
         FAST=fast(dq), QUERY_HEADS=heads, KEY_HEADS=key_heads, BLOCK_T=block_t, N=n, num_warps=8,
     )  # fmt: skip
