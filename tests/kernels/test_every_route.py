@@ -214,6 +214,16 @@ def test_neighbouring_query_heads_share_a_key_head(name, impl):
         assert (mine.float() - theirs.float()).norm() <= 4 * torch.finfo(HALF).eps * theirs.float().norm()
 
 
+def test_flash_goes_back_for_the_widths_at_which_it_was_found_right():
+    from phasewise.kernels.library import flash_goes_back
+
+    right = [width for width in range(8, 257, 8) if flash_goes_back(qk=width, v=width, grouped=True)]
+    assert right == [*(n for n in range(8, 129, 8) if n % 32 in (0, 24)), *range(136, 257, 8)]
+    assert flash_goes_back(qk=128, v=64, grouped=False)
+    assert not flash_goes_back(qk=128, v=64, grouped=True)
+    assert not flash_goes_back(qk=64, v=32, grouped=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("preparation", "width", "v_width"),

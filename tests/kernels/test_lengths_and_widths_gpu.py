@@ -73,6 +73,24 @@ def test_every_multiple_of_eight_is_a_width_of_pope_and_of_rope(width):
     holds(square(150, width, "rope", dtype=HALF))
 
 
+@pytest.mark.skipif(not FLASH, reason="needs a Hopper GPU and flash-attn-4")
+@pytest.mark.parametrize(
+    ("width", "preparation"),
+    [
+        (16, "rope"),
+        (40, "rope"),
+        (80, "none"),
+        (112, "rope"),
+        (16, "softplus"),
+        (32, "softplus"),
+        (48, "softplus"),
+    ],
+)
+def test_widths_at_which_the_backward_of_flash_is_wrong_have_right_gradients(width, preparation):
+    holds(square(150, width, preparation, dtype=HALF, body="flash"))
+    holds(square(150, width, preparation, dtype=HALF, body="flash", group=2))
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_multiple_of_eight_is_a_width_of_tapa(width):
     tensors = inputs(150, heads=2, width=width, v_width=width, dtype=HALF)

@@ -17,6 +17,7 @@ Body = Literal["triton", "flash", "cudnn"]
 Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
 BODIES: tuple[Body, ...] = get_args(Body)
 PREPARATIONS: tuple[Preparation, ...] = get_args(Preparation)
+FLASH_UNEQUAL = ((128, 64), (192, 96), (256, 128))  # widths of queries and of values: PoPE's
 
 
 def _dense(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -95,6 +96,17 @@ def _placewise(x: Tensor) -> Tensor:
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
+def flash_goes_back(*, qk: int, v: int, grouped: bool) -> bool:
+    """Whether flash-attn-4's backward is right for these widths.
+
+    Up to 128 channels it adds up a query's gradient in multiples of 16, and reads the sums in multiples of 32. Of
+    unequal widths it refuses grouped heads and, as (64, 32) and (256, 192), many outright.
+    """
+    if qk == v:
+        return qk > 128 or -qk % 32 < 16
+    return (qk, v) in FLASH_UNEQUAL and not grouped
+
+
 @operator
 @on_its_device
 def separable_backward(
@@ -117,11 +129,8 @@ def separable_backward(
     positions = (q_index, q_segment, k_index, k_segment)
     placed = any(x is not None for x in positions)
     window = bounded(window, q, k, positions)
-    unequal, odd = widths["qk"] != widths["v"], any(width % 32 for width in widths.values())
-    if body == "cudnn" or (body == "flash" and unequal and (odd or q.shape[1] > k.shape[1])):
-        # cuDNN's backward does not repeat its bits; of unequal widths flash-attn-4's refuses grouped heads, and does
-        # not compile for some that are no multiples of 32, as (24, 40).
-        body = "triton"
+    if body == "cudnn" or (body == "flash" and not flash_goes_back(**widths, grouped=q.shape[1] > k.shape[1])):
+        body = "triton"  # cuDNN's backward does not repeat its bits
     # Of polar coordinates stored score gradients take whole tiles of channels, which are two halves.
     whole = not polar or widths["qk"] == block_width(widths["qk"])
     simple = q.shape[2] == k.shape[2] and window is None and slopes is None and not placed and whole
