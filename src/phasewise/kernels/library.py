@@ -129,7 +129,9 @@ def separable_backward(
     positions = (q_index, q_segment, k_index, k_segment)
     placed = any(x is not None for x in positions)
     window = bounded(window, q, k, positions)
-    if body == "cudnn" or (body == "flash" and not flash_goes_back(**widths, grouped=q.shape[1] > k.shape[1])):
+    if body == "cudnn" or (
+        body == "flash" and not flash_goes_back(**widths, grouped=q.shape[1] > k.shape[1])
+    ):
         body = "triton"  # cuDNN's backward does not repeat its bits
     # Of polar coordinates stored score gradients take whole tiles of channels, which are two halves.
     whole = not polar or widths["qk"] == block_width(widths["qk"])
