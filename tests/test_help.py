@@ -1,6 +1,8 @@
 """What the commands' --help says is complete, and alike where it is about the same thing."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,21 @@ def test_links_to_files_and_headings_lead_somewhere(page):
             assert heading in {
                 re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles
             }
+
+
+HELP_OF_ALL = """
+import sys
+from phasewise.cli import COMMANDS, main
+for command in COMMANDS:
+    try:
+        main([command, "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+print("loaded", "torch._dynamo" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_help_of_no_command_waits_for_torchs_compiler():
+    done = subprocess.run([sys.executable, "-c", HELP_OF_ALL], capture_output=True, text=True, check=True)
+    assert done.stderr.endswith("loaded False\n")

@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from phasewise.model import Cache
-from phasewise.model.parallel import Layout, Sharding
+from phasewise.model.layout import Layout
+from phasewise.model.parallel import Sharding
 from phasewise.positions import Positions
 from tests.model.sharded import CASES, PROCESSES, built, drawn, gradients, loss_of, process
 from tests.model.small import ENCODINGS, model_of, tokens_of

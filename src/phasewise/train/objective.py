@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phasewise.model import Transformer
-from phasewise.model.parallel import Sharding
 from phasewise.positions import Positions
 from phasewise.train.recipe import TrainRecipe
+
+if TYPE_CHECKING:
+    from phasewise.model.parallel import Sharding
 
 
 class Objective(nn.Module):
@@ -22,7 +25,9 @@ class Objective(nn.Module):
     products; weights, positions, norms and the loss are float32.
     """
 
-    def __init__(self, model: Transformer, recipe: TrainRecipe, *, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self, model: Transformer, recipe: TrainRecipe, *, sharding: "Sharding | None" = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.sharding = sharding

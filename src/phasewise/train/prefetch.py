@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phasewise.data import NOT_SCORED, Batch, Corpus, batch
-from phasewise.model.parallel import Layout
+from phasewise.model.layout import Layout
 from phasewise.positions import Positions
 from phasewise.train.processes import Processes
 from phasewise.train.recipe import TrainRecipe

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phasewise.device import usable
 from phasewise.interrupt import Interrupted
-from phasewise.model.parallel import Sharding
 from phasewise.train.meeting import meeting, require_counted
 from phasewise.train.recipe import Execution
+
+if TYPE_CHECKING:
+    from phasewise.model.parallel import Sharding
 
 PATIENCE = timedelta(days=7)
 """How long processes wait for what one of them does alone; for tensors the backend's own limit holds."""
@@ -135,8 +137,10 @@ def replicated(objective: nn.Module, processes: Processes) -> nn.Module:
     return DistributedDataParallel(objective, gradient_as_bucket_view=True)
 
 
-def shared_rows(recipe: Execution, processes: Processes) -> Sharding | None:
+def shared_rows(recipe: Execution, processes: Processes) -> "Sharding | None":
     """How neighbouring processes share rows, if the recipe has them do so."""
+    from phasewise.model.parallel import Sharding  # which imports torch's compiler: 1 s of every `--help`
+
     if recipe.context_processes == 1:
         return None
     shape = processes.size // recipe.context_processes, recipe.context_processes

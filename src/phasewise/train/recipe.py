@@ -16,7 +16,7 @@ from phasewise.data import CORPORA, TOKENIZERS
 from phasewise.encodings import AnyEncodingConfig, RoPEConfig, named
 from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
 from phasewise.model import ModelConfig
-from phasewise.model.parallel import Layout
+from phasewise.model.layout import Layout
 from phasewise.train.initial import Initial
 from phasewise.train.schedule import AnySchedule, Cosine, from_text
 from phasewise.train.sizes import SIZES
