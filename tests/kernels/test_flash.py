@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from phasewise.kernels.packages import flash_obstacle
+from phasewise.reference import EMPTY_LSE
 from tests.kernels.separable_oracle import GPU, Case, holds
 
 MODULE = "phasewise.kernels.flash"
@@ -70,6 +71,23 @@ def test_output_and_gradients_are_those_of_its_interface(queries, keys, width, o
     assert torch.equal(lse, their_lse)
     for mine, right in zip(into, grads, strict=True):
         assert torch.equal(mine.transpose(1, 2), right)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_row_whose_window_shows_nothing_gives_zero_and_a_finite_log_sum_exp(causal):
+    from phasewise.kernels import flash, flash_backward
+
+    view = {"causal": causal, "window": 50}
+    q, k, v, dout = tensors(300, 100, 64)
+    out, lse = flash.forward(q, k, v, scale=0.125, **view)
+    into = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
+    flash_backward.backward(q, k, v, out, lse, dout, None, into[1:], scale=0.125, **view).write(into[0])
+    blind = 200 if causal else 151  # query t sits at t - 200, and sees keys before t - 150 unless causal
+    assert (lse[..., :blind] == EMPTY_LSE).all()
+    assert (lse[..., blind:] > -100).all()
+    assert not out[:, :, :blind].any()
+    assert not into[0][:, :, :blind].any()
+    assert all(x.isfinite().all() for x in (out, lse, *into))
 
 
 CASES = [

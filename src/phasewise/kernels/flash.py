@@ -7,6 +7,9 @@ heads.
 """
 
 import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import cutlass
@@ -21,7 +24,6 @@ from torch import Tensor
 from phasewise.kernels.prepare import expanded_like
 from phasewise.kernels.tiles import EMPTY_LSE, launch_table
 
-HOPPER = 90
 ELEMENTS = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 NO_AUXILIARY = utils.AuxData(None, None)
 
@@ -62,7 +64,17 @@ def compiled(kernel: Any, *arguments: Any) -> Any:
     return cute.compile(kernel, *arguments, stream, options="--enable-tvm-ffi")
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Compile without what the package's compiler warns of in its own code, for those to whom warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
 @functools.cache
+@quiet()
 def compiled_forward(kind: Kind) -> Any:
     """The forward: (q, k, v, out, lse, scale, ...)."""
     element = ELEMENTS[kind.dtype]
@@ -95,7 +107,8 @@ def forward(
         copyable(q), copyable(k), copyable(v), out.transpose(1, 2), lse, scale, *(None,) * 5,
         *sides_of(causal, window), None, None, NO_AUXILIARY, None, None,
     )  # fmt: skip
-    return out, lse.clamp_min(EMPTY_LSE) if causal and queries > k.shape[2] else lse
+    sees_nothing = queries > k.shape[2] and (causal or window is not None)
+    return out, lse.clamp_min(EMPTY_LSE) if sees_nothing else lse
 
 
 def copyable(x: Tensor) -> Tensor:

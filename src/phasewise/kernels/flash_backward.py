@@ -11,7 +11,7 @@ from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
-from phasewise.kernels.flash import ELEMENTS, NO_AUXILIARY, Kind, compiled, copyable, kind_of, sides_of
+from phasewise.kernels.flash import ELEMENTS, NO_AUXILIARY, Kind, compiled, copyable, kind_of, quiet, sides_of
 from phasewise.kernels.flash_ordered import OrderedBackward
 from phasewise.kernels.prepare import Sums, finish_rotated, rotate
 from phasewise.kernels.tiles import power_of_two
@@ -60,6 +60,7 @@ def _turns(kind: Kind, n: int) -> bool:
 
 
 @functools.cache
+@quiet()
 def compiled_backward(kind: Kind, with_dlse: bool, all_see: bool, turned: bool) -> Backward:
     """The deterministic backward, which adds up dq in a fixed order; all_see: there is no window, and no query sees
     nothing; turned: as `OrderedBackward` has it, for which all must see.

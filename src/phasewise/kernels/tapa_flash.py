@@ -24,7 +24,7 @@ from quack import layout_utils, sm90_utils
 from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
-from phasewise.kernels.flash import ELEMENTS, copyable
+from phasewise.kernels import flash
 from phasewise.kernels.prepare import expanded_like
 from phasewise.kernels.tapa_score import BEFORE, Score, power_table
 from phasewise.kernels.tiles import launch
@@ -379,20 +379,20 @@ class TapaForward(FlashAttentionForwardSm90):
 
 
 @functools.cache
+@flash.quiet()
 def compiled(dtype: torch.dtype, amplitude_dim: int, width: int, v_width: int, group: int, **tiles: float):
     """The kernel for these, for any lengths: (q, k, v, out, lse, scale, ...) as flash-attn-4's."""
-    element = ELEMENTS[dtype]
+    element = flash.ELEMENTS[dtype]
     kernel = TapaForward(
         element, amplitude_dim=amplitude_dim, width=width, v_width=v_width, group=group, **tiles
     )
     batch, queries, keys, heads, key_heads = (cute.sym_int() for _ in range(5))
     fake = partial(make_fake_tensor, element, divisibility=8)
-    return cute.compile(
+    return flash.compiled(
         kernel, fake((batch, queries, heads, width)), fake((batch, keys, key_heads, width)),
         fake((batch, keys, key_heads, v_width)), fake((batch, queries, heads, v_width)),
         make_fake_tensor(Float32, (batch, heads, queries), divisibility=1), Float32(1.0),
         *(None,) * 9, utils.AuxData([make_fake_tensor(Int64, (cute.sym_int(),), divisibility=1)]), None, None,
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options="--enable-tvm-ffi",
     )  # fmt: skip
 
 
@@ -406,7 +406,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, score: Score) -> tup
     kernel = compiled(q.dtype, score.amplitude_dim, width, v_width, heads // k.shape[1], **tiles)
     table = power_table(alpha, score.unit, keys)
     kernel(
-        *(copyable(x) for x in (q, k, v)), out.transpose(1, 2), lse, score.scale,
+        *(flash.copyable(x) for x in (q, k, v)), out.transpose(1, 2), lse, score.scale,
         *(None,) * 9, utils.AuxData([table], None), None, None,
     )  # fmt: skip
     return out, lse
