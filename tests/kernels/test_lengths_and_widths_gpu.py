@@ -8,8 +8,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.kernels import tapa
-from tests.kernels.separable_oracle import GPU, Case, holds
-from tests.kernels.test_tapa import assert_within_budget, inputs
+from tests.kernels.separable_oracle import GPU, Case, exact, fused, holds, inputs_of
+from tests.kernels.test_tapa import assert_within_budget
+from tests.kernels.test_tapa import inputs as tapa_inputs
 
 HOPPER = GPU and torch.cuda.get_device_capability()[0] == 9
 FLASH = HOPPER and importlib.util.find_spec("flash_attn") is not None
@@ -25,10 +26,9 @@ def square(length: int, width: int, preparation: str, **options) -> Case:
 
 def at_every_length() -> Iterator[Case]:
     for length in LENGTHS:
-        for dtype in (torch.float32, torch.float16, HALF):
+        for dtype in (torch.float16, HALF) if length < 3 else (torch.float32, torch.float16, HALF):
             yield square(length, 64, "none", dtype=dtype, slopes=True)
             yield square(length, 64, "rope", dtype=dtype)
-        for dtype in (torch.float32, torch.float16):
             yield square(length, 64, "softplus", dtype=dtype)
         yield square(length, 64, "softplus", dtype=HALF, causal=False)
         if HOPPER and length > 1:
@@ -67,6 +67,22 @@ def test_every_length_is_within_twice_the_eager_error_where_memory_is_nan(case):
     holds(case)
 
 
+@pytest.mark.parametrize("preparation", ["none", "rope", "softplus"])
+@pytest.mark.parametrize("length", [1, 2])
+def test_one_or_two_keys_in_float32_are_right_to_the_rounding_of_their_terms(length, preparation):
+    """Gradients of scores are differences of equal terms there, which eager arithmetic may cancel to the last bit."""
+    case = square(length, 64, preparation)
+    inputs = inputs_of(case)
+    truth, actual = exact(case, inputs, torch.float64), fused(case, inputs)
+    q, k, v = (x.double() for x in list(inputs.tensors.values())[:3])
+    terms = (inputs.dout.double() @ v.mT).abs().max() * max(q.abs().max(), k.abs().max()) * 64**-0.5
+    for name, expected in truth.items():
+        size = max(expected.abs().max().item(), terms.item() if name in ("q", "k", "phase") else 0.0)
+        assert (actual[name].double() - expected).abs().max() <= 4 * torch.finfo(torch.float32).eps * size, (
+            name
+        )
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_multiple_of_eight_is_a_width_of_pope_and_of_rope(width):
     holds(square(150, width, "softplus", dtype=HALF, group=2))
@@ -93,7 +109,7 @@ def test_widths_at_which_the_backward_of_flash_is_wrong_have_right_gradients(wid
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_multiple_of_eight_is_a_width_of_tapa(width):
-    tensors = inputs(150, heads=2, width=width, v_width=width, dtype=HALF)
+    tensors = tapa_inputs(150, heads=2, width=width, v_width=width, dtype=HALF)
     assert_within_budget(tensors, amplitude_dim=width // 2)
 
 
@@ -104,5 +120,5 @@ def test_tapa_of_auto_is_the_equation_at_every_length(length, width):
     def attend(*tensors, **options):
         return tapa.attend(*tensors, body="flash", **options)
 
-    tensors = inputs(length, width=width, v_width=width, dtype=HALF)
+    tensors = tapa_inputs(length, width=width, v_width=width, dtype=HALF)
     assert_within_budget(tensors, attend=attend, amplitude_dim=width // 2)
