@@ -33,10 +33,10 @@ def subjects(qkv: list[Tensor], refused: dict[str, str]) -> Iterator[tuple[str, 
     """Attention of each encoding by each implementation that takes it here; why not, for the others."""
     q, k, v = qkv
     encodings = {
-        "tapa": TAPA(head_dim=WIDTH),
         "rope": RoPE(head_dim=WIDTH),
         "pope": PoPE(num_heads=HEADS, head_dim=WIDTH).to(q.device),
         "none": NoPE(),
+        "tapa": TAPA(head_dim=WIDTH),
     }
     for impl, (name, encoding) in product(IMPLEMENTATIONS, encodings.items()):
         try:
