@@ -165,12 +165,14 @@ def _from_polar(
     dq, dk, sums = _placewise(q), _placewise(k), None if phase is None else prepare.phase_sums(q)
     prepare.polar_backward(q, q_angle, phase, preparation, dq2, dq, sums)
     prepare.polar_backward(k, k_angle, None, preparation, dk2, dk, None)
-    return dq, dk, _summed(sums, q)
+    return dq, dk, _phase_gradient(sums, q)
 
 
-def _summed(sums: Tensor | None, q: Tensor) -> Tensor:
-    """The gradient of the phase, empty when there is none."""
-    return q.new_empty(0, dtype=torch.float32) if sums is None else sums.sum((0, 1))
+def _phase_gradient(sums: Tensor | None, q: Tensor) -> Tensor:
+    """Empty when there is no phase."""
+    from phasewise.kernels import prepare
+
+    return q.new_empty(0, dtype=torch.float32) if sums is None else prepare.phase_gradient(sums)
 
 
 def _stored_backward(
@@ -201,7 +203,7 @@ def _stored_backward(
         stored.backward(q2, k2, some_v, *some, into, polar=polar, limit=limit, scale=scale, causal=causal)
     if q_angle is not None and k_angle is not None and preparation == "rope":
         prepare.rotate(dq, dk, q_angle, k_angle, factor, back=True, into=(dq, dk))
-    return dq, dk, dv, _summed(sums, q)
+    return dq, dk, dv, _phase_gradient(sums, q)
 
 
 def _flash_backward(

@@ -204,6 +204,18 @@ def polar_backward_kernel(
 
 
 @triton.jit
+def add_up_kernel(sum_ptr, out_ptr, N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """out [C] of sums [N, C], few columns a program."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    for first in range(0, N, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        inside = (n[:, None] < N) & (c[None, :] < C)
+        total += tl.load(sum_ptr + n[:, None].to(tl.int64) * C + c[None, :], inside, other=0.0)
+    tl.store(out_ptr + c, tl.sum(total, 0), c < C)
+
+
+@triton.jit
 def turn_pairs(
     at, x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, H, T, factor, D, n,
     BACK: tl.constexpr, FAST: tl.constexpr,
@@ -384,6 +396,16 @@ def phase_sums(x: Tensor, places: int | None = None) -> Tensor:
     rows, heads, length, width = x.shape
     tiles = ceil_div(length, places or _backward_meta(x, True)["BLOCK_T"])
     return torch.empty(rows, tiles, heads, width, dtype=torch.float32, device=x.device)
+
+
+def phase_gradient(sums: Tensor) -> Tensor:
+    """The gradient of the phase, float32 `[H, D]`, once its `phase_sums` are there."""
+    gradient = sums.new_empty(sums.shape[2:])
+    columns = gradient.numel()
+    add_up_kernel[(ceil_div(columns, 8),)](
+        sums, gradient, sums.shape[0] * sums.shape[1], columns, BLOCK_N=1024, BLOCK_C=8, num_warps=8
+    )
+    return gradient
 
 
 def _backward_meta(x: Tensor, phased: bool) -> dict[str, int]:
