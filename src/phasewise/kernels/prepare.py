@@ -16,6 +16,7 @@ from torch import Tensor
 from phasewise.kernels.tiles import LOG2E, ceil_div, power_of_two
 
 MAGNITUDES = ("softplus", "relu", "identity")
+HELD_PLACES = 16  # of `Sums` that a program reads
 
 
 @triton.jit
@@ -432,7 +433,7 @@ def polar_backward(
     meta = _backward_meta(x, phase is not None)
     if isinstance(grad, Sums):
         given, strides, scale = grad.values, (*grad.values.stride()[:2], 0, 0), grad.scale
-        meta |= {"HELD": grad.rows, "BLOCK_T": 16}
+        meta |= {"HELD": grad.rows, "BLOCK_T": HELD_PLACES}
     else:
         given, strides, scale = grad, grad.stride(), 1.0
         meta |= {"HELD": 0}
