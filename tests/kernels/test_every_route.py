@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise import TAPA, ALiBi, NoPE, PoPE, Positions, RoPE, attention
 from phasewise.encodings import Encoding
-from tests.kernels.separable_oracle import Case, holds
+from tests.kernels.separable_oracle import Case, fused, holds, inputs_of
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -222,6 +222,27 @@ def test_flash_goes_back_for_the_widths_at_which_it_was_found_right():
     assert flash_goes_back(qk=128, v=64, grouped=False)
     assert not flash_goes_back(qk=128, v=64, grouped=True)
     assert not flash_goes_back(qk=64, v=32, grouped=False)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(17, 17, preparation="softplus"),
+        Case(9, 20, preparation="softplus", heads=6, group=2, width=8, v_width=8),
+        Case(19, 19, preparation="relu", rows=3, places="left-padded", heads=4, group=2),
+        Case(15, 15, preparation="identity", rows=2, places="packed", window=4),
+        Case(9, 9, preparation="softplus", heads=1),
+    ],
+    ids=str,
+)
+def test_gradients_of_pope_made_in_halves_are_those_made_at_once(case, monkeypatch):
+    from phasewise.kernels import library
+
+    inputs = inputs_of(case)
+    whole = fused(case, inputs)
+    monkeypatch.setattr(library, "LARGE", 0)
+    halves = fused(case, inputs)
+    assert all(torch.equal(halves[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -17,6 +17,7 @@ Body = Literal["triton", "flash", "cudnn"]
 Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
 BODIES: tuple[Body, ...] = get_args(Body)
 PREPARATIONS: tuple[Preparation, ...] = get_args(Preparation)
+LARGE = 2**24  # elements of queries above which a backward is done in halves
 FLASH_UNEQUAL = ((128, 64), (192, 96), (256, 128))  # widths of queries and of values: PoPE's
 
 
@@ -144,16 +145,54 @@ def separable_backward(
         return _flash_backward(*given, window=window, **view)
     if chosen == "stored":
         return _stored_backward(*given, **view)
-    q2, k2 = prepare.polar(q, k, q_angle, k_angle, phase, preparation) if polar else (q, k)
-    dq, dk, dv = (_placewise(x) for x in (q2, k2, v))
     view |= {"window": window, "places": Places.of(q, k, *positions), "slopes": slopes}
-    own.backward(q2, k2, v, out, lse, dout, dlse, (dq, dk, dv), **view)
     if polar:
-        dq, dk, dphase = _from_polar(q, k, q_angle, k_angle, phase, preparation, dq, dk)
-        return dq, dk, dv, dphase
+        return _polar_backward(*given[:-1], **view)
+    dq, dk, dv = (_placewise(x) for x in (q, k, v))
+    own.backward(q, k, v, out, lse, dout, dlse, (dq, dk, dv), **view)
     if preparation == "rope":
         prepare.rotate(dq, dk, q_angle, k_angle, factor, back=True, into=(dq, dk))
     return dq, dk, dv, q.new_empty(0, dtype=torch.float32)
+
+
+def halves(q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+    """Rows and key heads to work on together, so that what is wide exists for half of them; small ones at once."""
+    rows, key_heads = k.shape[:2]
+    every = slice(0, rows), slice(0, key_heads)
+    if q.numel() < LARGE or rows * key_heads < 2:
+        return [every]
+    if rows > 1:
+        return [(part, every[1]) for part in (slice(0, rows // 2), slice(rows // 2, rows))]
+    return [(every[0], part) for part in (slice(0, key_heads // 2), slice(key_heads // 2, key_heads))]
+
+
+def _polar_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    q_angle: Tensor, k_angle: Tensor, phase: Tensor | None, preparation: str,
+    *, places: Any, slopes: Tensor | None, **view: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from phasewise.kernels import body as own
+    from phasewise.kernels import prepare
+
+    dq, dk, dv = (_placewise(x) for x in (q, k, v))
+    sums = None if phase is None else prepare.phase_sums(q)
+    group = q.shape[1] // k.shape[1]
+    for rows, keys in halves(q, k):
+        heads = slice(keys.start * group, keys.stop * group)
+        some_q, some_k = q[rows, heads], k[rows, keys]
+        some_q_angle, some_k_angle = (x if x.shape[0] == 1 else x[rows] for x in (q_angle, k_angle))
+        some_phase, some_slopes = (x if x is None else x[heads] for x in (phase, slopes))
+        q2, k2 = prepare.polar(some_q, some_k, some_q_angle, some_k_angle, some_phase, preparation)
+        dq2, dk2 = _placewise(q2), _placewise(k2)
+        some = (x if x is None else x[rows, heads] for x in (out, lse, dout, dlse))
+        here = places if places is None else places.of_rows(rows)
+        into = (dq2, dk2, dv[rows, keys])
+        own.backward(q2, k2, v[rows, keys], *some, into, places=here, slopes=some_slopes, **view)
+        del q2, k2
+        some_sums = sums if sums is None else sums[rows, :, heads]
+        prepare.polar_backward(some_q, some_q_angle, some_phase, preparation, dq2, dq[rows, heads], some_sums)
+        prepare.polar_backward(some_k, some_k_angle, None, preparation, dk2, dk[rows, keys], None)
+    return dq, dk, dv, _phase_gradient(sums, q)
 
 
 def _from_polar(

@@ -197,6 +197,12 @@ class Places:
         full = (x.expand(rows, -1).contiguous() for x in (q_index, q_segment, k_index, k_segment))
         return cls(*full)
 
+    def of_rows(self, rows: slice) -> "Places":
+        """The places of some rows of the batch."""
+        if self.q_index.shape[0] == 1:
+            return self
+        return Places(*(x[rows] for x in (self.q_index, self.q_segment, self.k_index, self.k_segment)))
+
     @property
     def row_strides(self) -> tuple[int, int]:
         """Elements between the rows of the query and key places; 0 where one row serves the batch."""
