@@ -214,6 +214,19 @@ def test_neighbouring_query_heads_share_a_key_head(name, impl):
         assert (mine.float() - theirs.float()).norm() <= 4 * torch.finfo(HALF).eps * theirs.float().norm()
 
 
+@pytest.mark.parametrize(("width", "v_width", "taken"), [(96, 192, True), (96, 200, False), (104, 256, True)])
+def test_flash_refuses_the_widths_at_which_it_does_not_compile(width, v_width, taken, monkeypatch):
+    from phasewise.kernels import separable
+
+    monkeypatch.setattr(separable, "flash_obstacle", lambda module: None)
+    refusal = separable.unsupported(
+        "flash", device="cuda", capability=(9, 0), dtype=torch.bfloat16, qk_width=width, v_width=v_width,
+        queries=64, keys=64, causal=True,
+    )  # fmt: skip
+    assert (refusal is None) == taken
+    assert taken or "triton does" in str(refusal)
+
+
 def test_flash_goes_back_for_the_widths_at_which_it_was_found_right():
     from phasewise.kernels.library import flash_goes_back
 
