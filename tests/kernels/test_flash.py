@@ -109,3 +109,39 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_length_is_within_twice_the_eager_error(case):
     holds(case)
+
+
+def turned(x, angle):
+    first, second = x.chunk(2, -1)
+    cos, sin = angle[:, None].double().cos(), angle[:, None].double().sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_keys_turned_back_where_their_gradient_is_made_are_more_exact_than_after_it_was_rounded(
+    width, monkeypatch
+):
+    from phasewise.kernels import flash_backward, separable
+
+    length = 300
+    q, k, v, dout = tensors(length, length, width)
+    angle = (torch.rand(2, length, width // 2, device="cuda") * 2 - 1) * torch.pi
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    scores = 0.125 * turned(exact[0], angle) @ turned(exact[1], angle).transpose(-1, -2)
+    hidden = torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1)
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ exact[2]
+    right = torch.autograd.grad(expected, exact, dout.double())
+
+    def gradients():
+        out, _ = separable.rope(
+            *leaves, angle, angle, 1.0, scale=0.125, causal=True, window=None, body="flash"
+        )
+        return torch.autograd.grad(out, leaves, dout)
+
+    here = gradients()
+    monkeypatch.setattr(flash_backward, "_turns", lambda *_: False)
+    after = gradients()
+    assert torch.equal(here[0], after[0])
+    assert torch.equal(here[2], after[2])
+    assert (here[1] - right[1]).norm() < (after[1] - right[1]).norm()
