@@ -16,14 +16,12 @@ from phasewise.kernels.tapa_score import (
     Score,
     cosine,
     far_below,
-    gap_to,
     phase_product,
-    place,
     place_arguments,
+    place_keys,
     series_reach,
     span_at,
     store_tile,
-    tile_is_far,
 )
 from phasewise.kernels.tiles import (
     EMPTY,
@@ -53,22 +51,9 @@ def forward_tiles(
         amplitude = tl.dot(amplitude_q, amplitude_k.T, input_precision=PRECISION)
         phase = phase_product(phase_q, phase_k, LINEAR, PRECISION)
         j, j_segment = load_places(k_index_ptr, k_segment_ptr, k_row, first_n + offsets_n, S, 0, PLACED)
-        if PLACED:
-            rows = i
-            columns = j
-            far, middle, half = tile_is_far(
-                rows, columns, i_segment, j_segment, window, reach, 1 if CAUSAL else 0, WINDOWED
-            )
-        else:
-            rows = i - first_n
-            columns = offsets_n
-            middle: tl.constexpr = BLOCK_N // 2
-            half: tl.constexpr = BLOCK_N / 2
-            far = (first_n >= full_low) & (first_n < full_high)
-            far &= gap_to(first_i, BLOCK_M, first_n + middle) >= reach * half
-        strength, amplitude = place(
-            amplitude, far, rows, columns, middle, half, i[:, None], i_segment[:, None], j[None, :],
-            j_segment[None, :], window, alpha, unit, REACH, FAST, CAUSAL, WINDOWED,
+        strength, amplitude, _, _ = place_keys(
+            amplitude, first_n, full_low, full_high, first_i, i, i_segment, j, j_segment, window, alpha, unit, reach,
+            REACH, PLACED, CAUSAL, WINDOWED, FAST, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         scores = amplitude * cosine(phase * strength, FAST)
         higher = tl.maximum(top, tl.max(scores, 1))

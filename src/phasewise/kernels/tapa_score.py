@@ -187,6 +187,34 @@ def place(
 
 
 @triton.jit
+def place_keys(
+    amplitude, first_n, full_low, full_high, first_i, i, i_segment, j, j_segment, window, alpha, unit, reach,
+    REACH: tl.constexpr, PLACED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`place` for queries at i, of which the first is first_i, and keys at j, from first_n on; and both as rows and
+    columns, whose differences are distances."""
+    if PLACED:
+        rows = i
+        columns = j
+        far, middle, half = tile_is_far(
+            rows, columns, i_segment, j_segment, window, reach, 1 if CAUSAL else 0, WINDOWED
+        )
+    else:
+        rows = i - first_n
+        columns = tl.arange(0, BLOCK_N)
+        middle: tl.constexpr = BLOCK_N // 2
+        half: tl.constexpr = BLOCK_N / 2
+        far = (first_n >= full_low) & (first_n < full_high)
+        far &= gap_to(first_i, BLOCK_M, first_n + middle) >= reach * half
+    strength, amplitude = place(
+        amplitude, far, rows, columns, middle, half, i[:, None], i_segment[:, None], j[None, :], j_segment[None, :],
+        window, alpha, unit, REACH, FAST, CAUSAL, WINDOWED,
+    )  # fmt: skip
+    return strength, amplitude, rows, columns
+
+
+@triton.jit
 def cosine(phase, FAST: tl.constexpr):
     """cos of a phase in turns; FAST of one in radians, by the hardware, whose reduction costs one rounding of it.
 
