@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from phasewise.cli.report import Report, deliver, ended
+from phasewise.cli.report import Report, deliver, ended, named, report_options
 
 ADVISE = """Advise on serving a checkpoint at a longer length, on data; without one, on rates to pretrain with.
 
@@ -16,7 +16,6 @@ report folder: report.json, report.html, and the figures. Ctrl-C keeps what is d
 
 def advise(arguments: Sequence[str]) -> int:
     """Advise on serving a checkpoint at a longer length, or on rates to pretrain with."""
-    import torch
     import tyro
 
     from phasewise.data import CORPORA, TOKENIZERS
@@ -24,7 +23,7 @@ def advise(arguments: Sequence[str]) -> int:
     from phasewise.lens.advise.measured import Trial
 
     @dataclass(kw_only=True)
-    class Options:
+    class Options(report_options()):
         checkpoint: tyro.conf.Positional[Path | None] = None
         """Folder of the checkpoint. None: advice for pretraining, which needs --head-dim."""
         length: int
@@ -48,14 +47,8 @@ def advise(arguments: Sequence[str]) -> int:
         """Tokens on which the use of each frequency is measured."""
         dtype: str | None = None
         """Run the model in float32 | bfloat16 | float16. None: as stored."""
-        device: str = "cuda" if torch.cuda.is_available() else "cpu"
-        """Where to run the model: cpu | cuda | cuda:1."""
         seed: int = 0
         """Of the passkeys."""
-        out: Path | None = None
-        """Report folder: a new one. None: only the table."""
-        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
-        """Print report.json on stdout instead of the table."""
 
     options = tyro.cli(Options, prog="phasewise advise", args=arguments, description=ADVISE)
     make = _pretraining if options.checkpoint is None else _extension
@@ -104,8 +97,6 @@ def _extension(options: Any, stop: Callable[[], bool]) -> Report:
         console=Console(stderr=True),
         stop=stop,
     )
-    folder = options.checkpoint.resolve()
-    name = folder.parent.name if folder.name == "model" else folder.name
-    title = f"{name} at {options.length} tokens"
+    title = f"{named(options.checkpoint)} at {options.length} tokens"
     shown = [table(found), words(found)]
     return Report("advise", title, found, figures(found), summary(found), shown, found.partial)

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from phasewise.cli.report import Report, deliver, ended, named
+from phasewise.cli.report import Report, deliver, ended, named, report_options
 from phasewise.cli.terminal import FAILED
 
 DOCTOR = """Find what is silently wrong with the positions of a checkpoint, or of a config.json alone.
@@ -18,7 +17,6 @@ writes a report folder; with --fix, the config with the corrections that need no
 
 def doctor(arguments: Sequence[str]) -> int:
     """Find what is silently wrong with the positions of a checkpoint; exit code 1 when something is."""
-    import torch
     import tyro
     from rich.console import Console
 
@@ -30,7 +28,7 @@ def doctor(arguments: Sequence[str]) -> int:
     from phasewise.model.folder import inside
 
     @dataclass(kw_only=True)
-    class Options:
+    class Options(report_options()):
         checkpoint: tyro.conf.Positional[Path]
         """Folder of the checkpoint, or a config.json."""
         length: int | None = None
@@ -39,14 +37,8 @@ def doctor(arguments: Sequence[str]) -> int:
         """Tokens it was trained at. None: what its config or history.json says."""
         dtype: str | None = None
         """Serve in float32 | bfloat16 | float16. None: as stored."""
-        device: str = "cuda" if torch.cuda.is_available() else "cpu"
-        """Where to run the model: cpu | cuda | cuda:1."""
-        out: Path | None = None
-        """Report folder: a new one. None: only the table."""
         fix: Path | None = None
         """Where to write the corrected config: a new file, or a folder for its config.json. Never in place."""
-        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
-        """Print report.json on stdout instead of the table."""
 
     options = tyro.cli(Options, prog="phasewise doctor", args=arguments, description=DOCTOR)
     folder = inside(options.checkpoint)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.report import Report, deliver, ended, named
+from phasewise.cli.report import Report, deliver, ended, named, report_options
 
 INSPECT = """Measure which frequencies every layer and head of a checkpoint uses, on data.
 
@@ -16,7 +16,6 @@ marked partial."""
 
 def inspect(arguments: Sequence[str]) -> int:
     """Measure which frequencies every layer and head of a checkpoint uses, on data."""
-    import torch
     import tyro
     from rich.console import Console
 
@@ -27,7 +26,7 @@ def inspect(arguments: Sequence[str]) -> int:
     from phasewise.model.folder import inside
 
     @dataclass(kw_only=True)
-    class Options:
+    class Options(report_options()):
         checkpoint: tyro.conf.Positional[Path]
         """Folder of the checkpoint."""
         data: Annotated[str, tyro.conf.arg(help=f"Corpus to read: {CORPORA}.")] = "austen"
@@ -49,12 +48,6 @@ def inspect(arguments: Sequence[str]) -> int:
         """Tokens it was trained at. None: what its config or history.json says."""
         dtype: str | None = None
         """Read in float32 | bfloat16 | float16. None: as stored."""
-        device: str = "cuda" if torch.cuda.is_available() else "cpu"
-        """Where to run the model: cpu | cuda | cuda:1."""
-        out: Path | None = None
-        """Report folder: a new one. None: only the table."""
-        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
-        """Print report.json on stdout instead of the table."""
 
     options = tyro.cli(Options, prog="phasewise inspect", args=arguments, description=INSPECT)
     request = Request(

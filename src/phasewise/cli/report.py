@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from phasewise.cli.terminal import FAILED, INTERRUPTED, Left, one_line, print_whole, written
 
@@ -20,6 +20,23 @@ class Report:
     summary: Any
     shown: Sequence[Any]
     partial: str | None
+
+
+def report_options() -> type:
+    """The options of a report on a checkpoint; importing torch and tyro, so made when it is asked for."""
+    import torch
+    import tyro
+
+    @dataclass(kw_only=True)
+    class Options:
+        device: str = "cuda" if torch.cuda.is_available() else "cpu"
+        """Where to run the model: cpu | cuda | cuda:1."""
+        out: Path | None = None
+        """Report folder: a new one. None: only the table."""
+        as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+        """Print report.json on stdout instead of the table."""
+
+    return Options
 
 
 def deliver(options: Any, make: Callable[[Callable[[], bool]], Report]) -> Report:
