@@ -46,6 +46,7 @@ from phasewise.kernels.tiles import (
     query_span,
 )
 
+FEWEST = 1024  # queries, of more keys, from which on one pass takes no longer than two
 PADDING = 128  # what the number of queries is rounded up to: a multiple of every block of them
 
 
@@ -329,11 +330,13 @@ def one_pass(q: Tensor, k: Tensor, v: Tensor, places: Places | None, score: Scor
     """Whether `tapa_joint` serves such tensors and is the faster way on their device."""
     if places is not None or score.linear or not score.causal or score.window is not None:
         return False
-    width, keys, v_width = q.shape[3], *v.shape[2:]
+    (queries, width), (keys, v_width) = q.shape[2:], v.shape[2:]
+    if queries != keys and not FEWEST <= queries < keys:
+        return False
     parts = (score.amplitude_dim, width - score.amplitude_dim)
     written_for = (parts, v_width) in (((32, 32), 64), ((64, 64), 128))
     row = launch("tapa.backward", q, qk=width, v=v_width, length=keys)
-    return row["body"] == "joint" and written_for and q.shape[2] <= keys
+    return row["body"] == "joint" and written_for
 
 
 def backward(
