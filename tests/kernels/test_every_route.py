@@ -103,9 +103,11 @@ def test_operators_pass_every_check_of_their_registration(name, impl, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
 @every_route
 def test_compiled_whole_one_dynamic_graph_gives_the_same_output_and_gradients(name, impl):
-    encoding = encoding_of(name, 2, 16)
+    width = 64 if GPU else 16
+    encoding = encoding_of(name, 2, width)
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, encoding, impl=impl).float().square().sum()
@@ -114,7 +116,7 @@ def test_compiled_whole_one_dynamic_graph_gives_the_same_output_and_gradients(na
     graphs = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend=graphs)
     for length in (18, 20, 33):  # up to 16 queries are asked whether they decode
-        leaves = [x.requires_grad_() for x in drawn(1, length, 2, 16, seed=length)[:3]]
+        leaves = [x.requires_grad_() for x in drawn(1, length, 2, width, seed=length)[:3]]
         learned = [*leaves, *encoding.parameters()]
         for ours, right in zip(
             torch.autograd.grad(compiled(*leaves), learned),
@@ -163,8 +165,9 @@ def test_saved_for_the_backward_is_nothing_wider_than_queries_and_keys(name, imp
 
 @every_route
 def test_second_derivatives_are_refused_with_the_remedy(name, impl):
-    encoding = encoding_of(name, 2, 16)
-    leaves = [x.requires_grad_() for x in drawn(1, 9, 2, 16)[:3]]
+    width = 64 if GPU else 16
+    encoding = encoding_of(name, 2, width)
+    leaves = [x.requires_grad_() for x in drawn(1, 9, 2, width)[:3]]
     out = attention(*leaves, encoding, impl=impl)
     (dq,) = torch.autograd.grad(out.float().square().sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="second"):
@@ -173,8 +176,9 @@ def test_second_derivatives_are_refused_with_the_remedy(name, impl):
 
 @every_route
 def test_derivatives_of_torch_func_are_refused_with_the_remedy(name, impl):
-    encoding = encoding_of(name, 2, 16).requires_grad_(False)
-    q, k, v, _ = drawn(1, 9, 2, 16)
+    width = 64 if GPU else 16
+    encoding = encoding_of(name, 2, width).requires_grad_(False)
+    q, k, v, _ = drawn(1, 9, 2, width)
 
     def loss(q: Tensor, impl: str) -> Tensor:
         return attention(q, k, v, encoding, impl=impl).float().square().sum()

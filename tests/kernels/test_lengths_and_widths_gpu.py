@@ -17,7 +17,6 @@ FLASH = HOPPER and importlib.util.find_spec("flash_attn") is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
 HALF = torch.bfloat16
 LENGTHS = (1, 2, 15, 63, 111, 217, 1023, 1025, 4096)
-WIDTHS = range(16, 257, 8)
 
 
 def square(length: int, width: int, preparation: str, **options) -> Case:
@@ -75,7 +74,7 @@ def test_one_or_two_keys_in_float32_are_right_to_the_rounding_of_their_terms(len
     inputs = inputs_of(case)
     truth, actual = exact(case, inputs, torch.float64), fused(case, inputs)
     q, k, v = (x.double() for x in list(inputs.tensors.values())[:3])
-    terms = (inputs.dout.double() @ v.mT).abs().max() * max(q.abs().max(), k.abs().max()) * 64**-0.5
+    terms = (inputs.dout.double().abs() @ v.abs().mT).max() * max(q.abs().max(), k.abs().max()) * 64**-0.5
     for name, expected in truth.items():
         size = max(expected.abs().max().item(), terms.item() if name in ("q", "k", "phase") else 0.0)
         assert (actual[name].double() - expected).abs().max() <= 4 * torch.finfo(torch.float32).eps * size, (
@@ -83,8 +82,8 @@ def test_one_or_two_keys_in_float32_are_right_to_the_rounding_of_their_terms(len
         )
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_multiple_of_eight_is_a_width_of_pope_and_of_rope(width):
+@pytest.mark.parametrize("width", [32, 40, 72, 104, 136, 200, 248])
+def test_multiples_of_eight_are_widths_of_pope_and_of_rope(width):
     holds(square(150, width, "softplus", dtype=HALF, group=2))
     holds(square(150, width, "rope", dtype=HALF))
 
@@ -107,8 +106,8 @@ def test_widths_at_which_the_backward_of_flash_is_wrong_have_right_gradients(wid
     holds(square(150, width, preparation, dtype=HALF, body="flash", group=2))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_multiple_of_eight_is_a_width_of_tapa(width):
+@pytest.mark.parametrize("width", [40, 72, 136, 248])
+def test_multiples_of_eight_are_widths_of_tapa(width):
     tensors = tapa_inputs(150, heads=2, width=width, v_width=width, dtype=HALF)
     assert_within_budget(tensors, amplitude_dim=width // 2)
 

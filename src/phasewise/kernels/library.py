@@ -177,7 +177,8 @@ def _polar_backward(
     dq, dk, dv = (_placewise(x) for x in (q, k, v))
     sums = None if phase is None else prepare.phase_sums(q)
     group = q.shape[1] // k.shape[1]
-    for rows, keys in halves(q, k):
+
+    def backward(rows: slice, keys: slice) -> None:
         heads = slice(keys.start * group, keys.stop * group)
         some_q, some_k = q[rows, heads], k[rows, keys]
         some_q_angle, some_k_angle = (x if x.shape[0] == 1 else x[rows] for x in (q_angle, k_angle))
@@ -188,10 +189,12 @@ def _polar_backward(
         here = places if places is None else places.of_rows(rows)
         into = (dq2, dk2, dv[rows, keys])
         own.backward(q2, k2, v[rows, keys], *some, into, places=here, slopes=some_slopes, **view)
-        del q2, k2
         some_sums = sums if sums is None else sums[rows, :, heads]
         prepare.polar_backward(some_q, some_q_angle, some_phase, preparation, dq2, dq[rows, heads], some_sums)
         prepare.polar_backward(some_k, some_k_angle, None, preparation, dk2, dk[rows, keys], None)
+
+    for rows, keys in halves(q, k):
+        backward(rows, keys)
     return dq, dk, dv, _phase_gradient(sums, q)
 
 
