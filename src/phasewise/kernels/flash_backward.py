@@ -53,10 +53,12 @@ def _by_rows(kind: Kind) -> bool:
 @functools.cache
 def _turns(kind: Kind, n: int) -> bool:
     """Whether RoPE's gradients of queries, by n angles, are turned back out of their sums, and those of keys where they
-    are made."""
+    are made, which from 128 channels on takes less time than to read and write them again.
+    """
     config = _config(kind)
     whole = config.AtomLayoutNdKV == config.num_wg and not config.dKV_swapAB
-    return whole and kind.group == 1 and kind.width == 2 * n and n == power_of_two(n) and _by_rows(kind)
+    paired = kind.width == 2 * n and n == power_of_two(n)
+    return kind.width >= 128 and paired and whole and kind.group == 1 and _by_rows(kind)
 
 
 @functools.cache

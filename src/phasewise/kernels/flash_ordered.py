@@ -4,46 +4,17 @@ Parts of the queries' gradient are added in order without holding up the next ti
 the keys' gradient before it leaves the registers.
 """
 
-import functools
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, const_expr, pipeline
+from cutlass import Float32, const_expr, pipeline
 from flash_attn.cute import barrier, utils
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-from flash_attn.cute.mask import AttentionMask
 from flash_attn.cute.named_barrier import NamedBarrierBwd
 from quack import copy_utils, layout_utils
 
 STORING_WARP = 4  # the one that hands gradients of keys and values to the copy engine
-
-
-class EdgeMask(AttentionMask):
-    """flash-attn-4's mask, left out where all queries of a tile see all of its keys."""
-
-    @cute.jit
-    def apply_mask(
-        self, acc_S, batch_idx, head_idx, m_block, n_block, thr_mma, mask_seqlen: Constexpr[bool],
-        mask_causal: Constexpr[bool], mask_local: Constexpr[bool] = False, mask_mod: Constexpr = None,
-        aux_data=None, fastdiv_mods=None,
-    ):  # fmt: skip
-        seen = self.seqlen_k
-        if const_expr(mask_causal):
-            seen = cutlass.min(seen, m_block * self.tile_m + self.seqlen_k - self.seqlen_q + 1)
-        if (n_block + 1) * self.tile_n > seen:
-            AttentionMask.apply_mask(
-                self,
-                acc_S,
-                batch_idx,
-                head_idx,
-                m_block,
-                n_block,
-                thr_mma,
-                mask_seqlen,
-                mask_causal,
-                mask_local,
-            )
 
 
 class OrderedBackward(FlashAttentionBackwardSm90):
@@ -115,13 +86,7 @@ class OrderedBackward(FlashAttentionBackwardSm90):
         """flash-attn-4's, with the angles at hand for the epilogue."""
         if self.turned:
             (self.angles,) = next(x.tensors for x in arguments if isinstance(x, utils.AuxData))
-        masked = [
-            functools.partial(EdgeMask, *x.args, **x.keywords)
-            if getattr(x, "func", None) is AttentionMask
-            else x
-            for x in arguments
-        ]
-        super().mma(*masked, **settings)
+        super().mma(*arguments, **settings)
 
     @cute.jit
     def epilogue_dKV(

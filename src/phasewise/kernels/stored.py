@@ -66,7 +66,8 @@ def sum_at(sum_ptr, head, tile, sides, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def write(
-    grad, out_ptr, out_strides, polar, b, h, tile, T, E, keep,
+    grad, out_ptr, out_strides, x_ptr, x_strides, angle_ptr, angle_row, phase_ptr, phases_ptr, phases_strides,
+    b, h, tile, T, E, keep,
     KIND: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A tile's gradient, or with a KIND that of what was expanded to polar coordinates, and its sum of the phases."""
@@ -77,7 +78,6 @@ def write(
         inside = (t[:, None] < T) & (e[None, :] < E) & keep
         tl.store(tile_of(out_ptr, out_strides, b, h, t, e), grad.to(kind), inside)
     else:
-        x_ptr, x_strides, angle_ptr, angle_row, phase_ptr, sum_ptr, sum_strides = polar
         D: tl.constexpr = BLOCK_E // 2
         grad_cos, grad_sin = grad.reshape([ROWS, 2, D]).permute(0, 2, 1).split()
         c = tl.arange(0, D)
@@ -92,8 +92,13 @@ def write(
         tl.store(tile_of(out_ptr, out_strides, b, h, t, c), dx.to(kind), inside)
         if phase_ptr is not None:
             turned = tl.where(inside, mu * (grad_cos * sin - grad_sin * cos), 0.0)
-            sum_at = sum_ptr + b * sum_strides[0] + tile.to(tl.int64) * sum_strides[1] + h * sum_strides[2]
-            tl.store(sum_at + c, tl.sum(turned, 0))
+            row = (
+                phases_ptr
+                + b * phases_strides[0]
+                + tile.to(tl.int64) * phases_strides[1]
+                + h * phases_strides[2]
+            )
+            tl.store(row + c, tl.sum(turned, 0))
 
 
 @triton.jit(do_not_specialize=PLACES)
@@ -151,8 +156,9 @@ def score_grad_kernel(
 
 @triton.jit(do_not_specialize=PLACES)
 def key_product_kernel(
-    ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, polar, first, last, blocks, sides, heads, together,
-    KEY_HEADS, GROUP, T, E, scale, CAUSAL: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
+    ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, x_ptr, x_strides, angle_ptr, angle_row,
+    first, last, blocks, sides, heads, together, KEY_HEADS, GROUP, T, E, scale,
+    CAUSAL: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
     BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """The gradient of keys from dk [B, H / GROUP, T, E] = scale ds^T q, SIDE a program, BLOCK_M queries at a time."""
@@ -178,28 +184,16 @@ def key_product_kernel(
             dk = tl.dot(ds, q, dk, input_precision="ieee")
     if sum_ptr is not None:
         tl.store(sum_at(sum_ptr, key_head, tile, sides, SIDE, BLOCK_E), dk, last < sides)
-    seen = last == sides
     write(
-        dk * scale,
-        dk_ptr,
-        dk_strides,
-        polar,
-        b.to(tl.int64),
-        key,
-        tile,
-        T,
-        E,
-        seen,
-        KIND,
-        FAST,
-        SIDE,
-        BLOCK_E,
-    )
+        dk * scale, dk_ptr, dk_strides, x_ptr, x_strides, angle_ptr, angle_row, None, None, None,
+        b.to(tl.int64), key, tile, T, E, last == sides, KIND, FAST, SIDE, BLOCK_E,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PLACES)
 def query_product_kernel(
-    ds_desc, k_desc, dq_ptr, dq_strides, polar, first, last, blocks, sides, heads, together, H, GROUP, T, E, scale,
+    ds_desc, k_desc, dq_ptr, dq_strides, x_ptr, x_strides, angle_ptr, angle_row, phase_ptr, phases_ptr, phases_strides,
+    first, last, blocks, sides, heads, together, H, GROUP, T, E, scale,
     CAUSAL: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
     BLOCK_N: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -217,8 +211,9 @@ def query_product_kernel(
         k = load_tile(k_desc, b, h // GROUP, n)
         dq = tl.dot(ds.T, k, dq, input_precision="ieee")
     write(
-        dq * scale, dq_ptr, dq_strides, polar, b.to(tl.int64), h, tile, T, E, True, KIND, FAST, SIDE, BLOCK_E
-    )
+        dq * scale, dq_ptr, dq_strides, x_ptr, x_strides, angle_ptr, angle_row, phase_ptr, phases_ptr, phases_strides,
+        b.to(tl.int64), h, tile, T, E, True, KIND, FAST, SIDE, BLOCK_E,
+    )  # fmt: skip
 
 
 def score_grad(
@@ -257,12 +252,14 @@ class Polar(NamedTuple):
 
     @property
     def of_queries(self) -> tuple:
+        """What the query product carries back by."""
         strides = None if self.sums is None else self.sums.stride()[:3]
         return self.q, self.q.stride(), self.q_angle, row_step(self.q_angle), self.phase, self.sums, strides
 
     @property
     def of_keys(self) -> tuple:
-        return self.k, self.k.stride(), self.k_angle, row_step(self.k_angle), None, None, None
+        """What the key product carries back by."""
+        return self.k, self.k.stride(), self.k_angle, row_step(self.k_angle)
 
 
 def side(q: Tensor, width: int, v: Tensor) -> int:
@@ -343,9 +340,11 @@ def backward(
         )  # fmt: skip
         key_product_kernel[(rows * key_heads * key_tiles,)](
             stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), dk_sum,
-            polar and polar.of_keys, heads=rows * key_heads, KEY_HEADS=key_heads, **products, **here, **key_meta,
+            *((None,) * 4 if polar is None else polar.of_keys),
+            heads=rows * key_heads, KEY_HEADS=key_heads, **products, **here, **key_meta,
         )  # fmt: skip
         query_product_kernel[(rows * heads * (last - first),)](
-            stored(query_n, side), describe(k, query_n, block_e), dq, dq.stride(), polar and polar.of_queries,
+            stored(query_n, side), describe(k, query_n, block_e), dq, dq.stride(),
+            *((None,) * 7 if polar is None else polar.of_queries),
             heads=rows * heads, H=heads, **products, **here, **query_meta,
         )  # fmt: skip
