@@ -13,6 +13,7 @@ from typing import Literal, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from phasewise.blocked import causal_blocked
 from phasewise.encodings import ALiBi
@@ -120,6 +121,10 @@ def attention(
     chosen = _choose(call, impl, return_lse, hardware).impl
     if chosen == "sdpa":
         return _sdpa(call)
+    if chosen != "reference" and any(_has_tangent(x) for x in (q, k, v, *encoding.parameters())):
+        raise RuntimeError(
+            "forward-mode derivatives do not pass through fused kernels; use impl='reference' for them"
+        )
     if chosen == "triton" and decode_obstacle(call, hardware) is None:
         out, lse = decoded(call)
     elif chosen == "triton" or chosen == "flash" or chosen == "cudnn":
@@ -198,6 +203,11 @@ def _choose(call: Call, impl: Implementation, return_lse: bool, hardware: Hardwa
             "ask for it with impl='reference', or use fewer queries at a time"
         )
     return Choice("reference", "; ".join(passed_over))
+
+
+def _has_tangent(x: Tensor) -> bool:
+    inside = forward_ad._current_level >= 0  # of a dual level, outside of which no tensor has one
+    return inside and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _needs_mask(call: Call) -> bool:

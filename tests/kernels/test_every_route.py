@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -186,6 +187,21 @@ def test_derivatives_of_torch_func_are_refused_with_the_remedy(name, impl):
     with pytest.raises(RuntimeError, match=r"use torch\.autograd, or impl='reference'"):
         torch.func.grad(loss)(q, impl)
     assert torch.func.grad(loss)(q, "reference").shape == q.shape
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, of forward mode
+@every_route
+def test_forward_mode_derivatives_are_refused_with_the_remedy(name, impl):
+    width = 64 if GPU else 16
+    encoding = encoding_of(name, 2, width).requires_grad_(False)
+    for queries, keys in ((9, 9), (1, 70)):
+        q, k, v, _ = drawn(1, keys, 2, width)
+        with forward_ad.dual_level():
+            q = forward_ad.make_dual(q[:, :, -queries:], torch.ones_like(q[:, :, -queries:]))
+            with pytest.raises(RuntimeError, match="use impl='reference'"):
+                attention(q, k, v, encoding, impl=impl)
+            out = attention(q, k, v, encoding, impl="reference")
+            assert forward_ad.unpack_dual(out).tangent is not None
 
 
 @every_route
