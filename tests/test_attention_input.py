@@ -6,6 +6,8 @@ import torch
 
 from phasewise import TAPA, ALiBi, NoPE, PoPE, Positions, RoPE, RoPEConfig, attention
 
+STRETCHED = {"kind": "yarn", "base": 1e4, "factor": 2.0, "original_length": 4}
+
 
 def tensors(dtype=torch.float32):
     return [torch.zeros(1, 2, 3, 8).to(dtype) for _ in range(3)]
@@ -124,3 +126,18 @@ def test_a_module_with_attention_is_exported_for_lengths_in_a_range():
     exported = torch.export.export(module, tuple(example), dynamic_shapes=({2: length},) * 3).module()
     q, k, v = (torch.randn(1, 2, 33, 8) for _ in range(3))
     torch.testing.assert_close(exported(q, k, v), module(q, k, v))
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        RoPE(head_dim=8, frequencies=STRETCHED, fraction="0.5"),
+        PoPE(num_heads=2, head_dim=8, frequencies=STRETCHED, axes="1"),
+        TAPA(head_dim=8, alpha="0.1", fraction="0.5"),
+    ],
+    ids=lambda encoding: encoding.kind,
+)
+def test_an_encoding_is_what_its_config_builds_however_its_settings_were_written(encoding):
+    q, k, v = (torch.ones(1, 2, 3, 8) for _ in range(3))
+    built = encoding.config.build(num_heads=2, head_dim=8)
+    assert torch.equal(attention(q, k, v, encoding), attention(q, k, v, built))

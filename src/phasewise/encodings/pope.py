@@ -86,11 +86,11 @@ class PoPE(Spectral):
         )
         check_size("num_heads", num_heads)
         check_size("head_dim", head_dim)
-        if head_dim % axes:
+        if head_dim % config.axes:
             raise ValueError(
-                f"PoPE splits its channels over the axes: head_dim {head_dim} is no multiple of {axes}"
+                f"PoPE splits its channels over the axes: head_dim {head_dim} is no multiple of {config.axes}"
             )
-        super().__init__(frequencies, channels=head_dim, axes=axes)
+        super().__init__(config.frequencies, channels=head_dim, axes=config.axes)
         self._config = config
         self.phase = nn.Parameter(torch.empty(num_heads, head_dim, dtype=torch.float32))
         self.reset_parameters()

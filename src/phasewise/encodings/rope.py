@@ -41,13 +41,13 @@ class RoPE(Spectral):
     def __init__(self, *, head_dim: int, frequencies: Frequencies = STANDARD, fraction: float = 1.0) -> None:
         config = RoPEConfig(frequencies=frequencies, fraction=fraction)  # type: ignore[arg-type]
         check_size("head_dim", head_dim)
-        turning = int(head_dim * fraction)
+        turning = int(head_dim * config.fraction)
         if turning < 2 or turning % 2:
             raise ValueError(
-                f"RoPE turns channels in pairs: head_dim {head_dim} x fraction {fraction} gives {turning}; "
+                f"RoPE turns channels in pairs: head_dim {head_dim} x fraction {config.fraction} gives {turning}; "
                 "choose an even number of at least 2"
             )
-        super().__init__(frequencies, channels=turning // 2)
+        super().__init__(config.frequencies, channels=turning // 2)
         self.head_dim = head_dim
         self._config = config
 

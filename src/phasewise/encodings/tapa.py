@@ -67,10 +67,11 @@ class TAPA(Joint):
         super().__init__()
         self._config = TAPAConfig(alpha=alpha, fraction=fraction, phase=phase, two_pi=two_pi)
         check_size("head_dim", head_dim)
-        amplitude = round(head_dim * fraction)
-        if not math.isclose(amplitude, head_dim * fraction, abs_tol=1e-6) or not 0 < amplitude < head_dim:
+        share = head_dim * self._config.fraction
+        amplitude = round(share)
+        if not math.isclose(amplitude, share, abs_tol=1e-6) or not 0 < amplitude < head_dim:
             raise ValueError(
-                f"fraction {fraction} of head_dim {head_dim} is {head_dim * fraction:g} amplitude channels; "
+                f"fraction {self._config.fraction} of head_dim {head_dim} is {share:g} amplitude channels; "
                 f"choose one that leaves a whole number from 1 to {head_dim - 1}"
             )
         self.head_dim = head_dim
