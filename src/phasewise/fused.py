@@ -224,9 +224,14 @@ def _expanded(call: Call, body: Body) -> tuple[Tensor, Tensor]:
 
 
 def _angles(call: Call, encoding: Spectral, rule: Static) -> tuple[Tensor, Tensor]:
-    q_at, k_at = call.places()
-    q_angle = encoding.phases(q_at, rule)
-    return q_angle, q_angle if k_at is q_at else encoding.phases(k_at, rule)
+    if call.at is None:
+        queries, keys = call.q.shape[2], call.k.shape[2]
+        k_index = torch.arange(keys, device=call.k.device)[None]
+        q_index = k_index if queries == keys else k_index[:, keys - queries :]
+    else:
+        q_index, k_index = (at.index for at in call.at)
+    q_angle = encoding.phases(q_index, rule)
+    return q_angle, q_angle if k_index is q_index else encoding.phases(k_index, rule)
 
 
 def _rope(call: Call, body: Body) -> tuple[Tensor, Tensor]:
@@ -263,6 +268,10 @@ def _pope(call: Call, body: Body) -> tuple[Tensor, Tensor]:
     )
 
 
+def _nope(call: Call, body: Body) -> tuple[Tensor, Tensor]:
+    return separable.attend(call.q, call.k, call.v, scale=_scale(call), body=body, **_view(call))
+
+
 def _alibi(call: Call, body: Body) -> tuple[Tensor, Tensor]:
     encoding = call.encoding
     assert isinstance(encoding, ALiBi)
@@ -297,7 +306,7 @@ def _tapa(call: Call, body: Body) -> tuple[Tensor, Tensor]:
 
 
 _ROUTES: dict[type[Encoding], Callable[[Call, Body], tuple[Tensor, Tensor]]] = {
-    NoPE: _expanded,
+    NoPE: _nope,
     RoPE: _rope,
     PoPE: _pope,
     ALiBi: _alibi,

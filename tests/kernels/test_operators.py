@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from phasewise.kernels.operators import differentiable, operator
 
@@ -50,6 +51,14 @@ def test_without_gradients_nothing_is_saved_and_without_a_need_of_them_none_are_
     out, other = scaled_for_a_test(x, 3.0, None)
     assert out.requires_grad
     assert not other.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
+def test_forward_mode_derivatives_are_refused_not_dropped():
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        scaled_for_a_test(
+            forward_ad.make_dual(leaf().detach(), torch.ones(3, dtype=torch.float64)), 3.0, None
+        )
 
 
 def test_it_compiles_whole_with_its_gradient():

@@ -52,7 +52,7 @@ def expected(x, dout, lengths, encoding, dtype=torch.float64, norm=None):
 
 def arguments(x, lengths, encoding, name, norm=None):
     at = Positions.arange(LONGEST, device=x.device)
-    angle = encoding.phases(at, STANDARD)[0]
+    angle = encoding.phases(at.index, STANDARD)[0]
     length = torch.tensor([*lengths, 0], device=x.device)
     start = length.cumsum(0) - length
     phase = next(encoding.parameters(), torch.empty(0, device=x.device))

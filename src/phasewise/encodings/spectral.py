@@ -55,12 +55,12 @@ class Spectral(Encoding):
     def turn_keys(self, k: Tensor, angle: Tensor) -> Tensor:
         """Keys [B, Hkv, S, D] turned by `angle` [B or 1, S, n]: [B, Hkv, S, E]."""
 
-    def phases(self, at: Positions, rule: Static, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The angle of every channel at every place, [B or 1, T, n] in [-pi, pi], at the rates of `rule`."""
-        rates = rule.rates(self.channels // self.axes, device=at.device)
+    def phases(self, index: Tensor, rule: Static, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The angle of every channel at places `index`, [B or 1, T, n] in [-pi, pi], at the rates of `rule`."""
+        rates = rule.rates(self.channels // self.axes, device=index.device)
         if self.axes == 1:
-            return angles(at.index, rates, dtype=dtype)
-        return torch.cat([angles(index, rates, dtype=dtype) for index in at.index.unbind(-1)], dim=-1)
+            return angles(index, rates, dtype=dtype)
+        return torch.cat([angles(along, rates, dtype=dtype) for along in index.unbind(-1)], dim=-1)
 
     def gain(self, rule: Static) -> float:
         """What a rule multiplies the scores of turning channels with: its attention factor squared."""
@@ -77,13 +77,13 @@ class Spectral(Encoding):
         length = (q_at.index[..., 0] if self.axes > 1 else q_at.index).clamp(min=0) + 1
         queries, keys = [], []
         for first, last, rule in self.regimes:
-            q_angle = self.phases(q_at, rule, dtype)
+            q_angle = self.phases(q_at.index, rule, dtype)
             turned = self.turn_queries(q, q_angle, self.gain(rule))
             if len(self.regimes) > 1:
                 inside = length >= first if last is None else (length >= first) & (length <= last)
                 turned = turned * inside[:, None, :, None]
             queries.append(turned)
-            keys.append(self.turn_keys(k, q_angle if k_at is q_at else self.phases(k_at, rule, dtype)))
+            keys.append(self.turn_keys(k, q_angle if k_at is q_at else self.phases(k_at.index, rule, dtype)))
         return (queries[0], keys[0]) if len(queries) == 1 else (torch.cat(queries, -1), torch.cat(keys, -1))
 
     def scores(

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
+from torch.autograd import forward_ad
 
 _LIBRARY = torch.library.Library("phasewise", "FRAGMENT")
 
@@ -25,11 +27,14 @@ def operator(function: Callable[..., Any]) -> Any:
 def differentiable(of: Any, gradient: Callable[..., Any], save: Callable[..., None]) -> None:
     """Make `gradient(ctx, *grads)` the gradient of an operator, after `save(ctx, inputs, output)` in its forward."""
 
+    def below(*inputs: Any) -> Any:
+        with _AutoDispatchBelowAutograd():
+            return of(*inputs)
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            with _AutoDispatchBelowAutograd():
-                output = of(*inputs)
+            output = below(*inputs)
             save(ctx, inputs, output)
             return output
 
@@ -40,6 +45,9 @@ def differentiable(of: Any, gradient: Callable[..., Any], save: Callable[..., No
             raise RuntimeError(
                 "torch.func's derivatives do not pass through fused kernels; use torch.autograd, or impl='reference'"
             )
+        asked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        if not asked and forward_ad._current_level < 0:
+            return below(*inputs)
         return Differentiable.apply(*inputs)
 
     _LIBRARY.impl(of._schema.name.removeprefix("phasewise::"), apply, "Autograd")

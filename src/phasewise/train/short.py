@@ -21,7 +21,6 @@ from phasewise.encodings import PoPE, RoPE
 from phasewise.frequencies import Static
 from phasewise.model import Transformer
 from phasewise.model.transformer import Attention, Block, RMSNorm
-from phasewise.positions import Positions
 from phasewise.train.objective import autocast
 from phasewise.train.recipe import TrainRecipe
 
@@ -170,8 +169,8 @@ def _turning(attention: Attention) -> tuple[Tensor, Tensor, str, float]:
     encoding = attention.encoding
     assert isinstance(encoding, RoPE | PoPE)
     assert isinstance(encoding.frequencies, Static)
-    at = Positions.arange(LONGEST, device=attention.query.weight.device)
-    angle = encoding.phases(at, encoding.frequencies)[0]
+    places = torch.arange(LONGEST, device=attention.query.weight.device)[None]
+    angle = encoding.phases(places, encoding.frequencies)[0]
     kind = encoding.config.magnitude if isinstance(encoding, PoPE) else "rope"
     return angle.cos(), angle.sin(), kind, encoding.gain(encoding.frequencies) * attention.head_dim**-0.5
 

@@ -109,7 +109,7 @@ class OwnPatient(Patient):
         at = Positions(index[None], torch.zeros_like(index)[None]).to(self.device)
         for layer, encoding in self.encodings():
             if isinstance(encoding, Spectral) and encoding.axes == 1:
-                phase = encoding.phases(at, encoding.frequencies.at(length, encoding.channels))
+                phase = encoding.phases(at.index, encoding.frequencies.at(length, encoding.channels))
                 half_split = True if isinstance(encoding, RoPE) else None
                 found.append(Turned(layer, phase[0].double().cpu(), FLOAT32, half_split))
         return found
