@@ -4,7 +4,8 @@
 
 A small model waits for the host, not for the device. Calls are enqueued one after another, with a synchronisation at
 both ends of a round; "left" is how long the device still worked when the host was done, so that a time is the host's
-where it is little of the round. The backward pass is that of one call at a time, as `torch.autograd.grad` has it.
+where it is little of the round. The processor's time leaves out what other programs took of the clock's. The backward
+pass is that of one call at a time, as `torch.autograd.grad` has it.
 """
 
 import argparse
@@ -47,14 +48,18 @@ def subjects(qkv: list[Tensor], refused: dict[str, str]) -> Iterator[tuple[str, 
             yield f"{name} {impl}", partial(attention, q, k, v, encoding, impl=impl)
 
 
-def timed(enqueue: Callable[[], object], calls: int, wait: Callable[[], None]) -> tuple[float, float]:
-    """Microseconds of the host for each call, and of the device after the last of them for all."""
+def timed(enqueue: Callable[[], object], calls: int, wait: Callable[[], None]) -> dict[str, float]:
+    """Microseconds for each call, by the clock and of the processor; and of the device after the last, for all."""
     wait()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     enqueue()
-    done = time.perf_counter()
+    done, busy = time.perf_counter(), time.process_time() - busy
     wait()
-    return 1e6 * (done - start) / calls, 1e6 * (time.perf_counter() - done)
+    return {
+        "us": 1e6 * (done - start) / calls,
+        "processor_us": 1e6 * busy / calls,
+        "left_us": 1e6 * (time.perf_counter() - done),
+    }
 
 
 def a_round(call: Callable[[], Tensor], leaves: list[Tensor], calls: int, wait: Callable[[], None]) -> dict:
@@ -86,10 +91,7 @@ def measured(call: Callable[[], Tensor], leaves: list[Tensor], rounds: int, call
         gc.collect()
         found.append(a_round(call, leaves, calls, wait))
     return {
-        what: {
-            "us": vars(Time.of([one[what][0] for one in found])),
-            "left_us": Time.of([one[what][1] for one in found]).median,
-        }
+        what: {name: vars(Time.of([one[what][name] for one in found])) for name in found[0][what]}
         for what in WHAT
     }
 
@@ -109,7 +111,10 @@ def main(out: Path, device: torch.device, rounds: int, calls: int) -> None:
     for name, call in subjects(leaves, refused):
         start = time.perf_counter()
         times = values[name] = measured(call, leaves, rounds, calls)
-        took = ", ".join(f"{what} {times[what]['us']['median']:.0f}" for what in WHAT)
+        took = ", ".join(
+            f"{what} {times[what]['us']['median']:.0f} ({times[what]['processor_us']['median']:.0f})"
+            for what in WHAT
+        )
         print(f"{name:12} {took} us (done in {time.perf_counter() - start:.1f} s)", flush=True)
         record(out, recipe=recipe, values=values, device=device)
 
