@@ -82,6 +82,7 @@ class Frequencies(BaseModel):
         Only the rules with `depends_on_length` need `length`. Raises ValueError where they lack it, and for
         an n that the rule cannot serve.
 
+        >>> from phasewise.frequencies import DynamicNTK, Geometric
         >>> Geometric(base=10_000.0).rates(2).tolist()
         [1.0, 0.01]
         >>> DynamicNTK(base=10_000.0, factor=2.0, original_length=2048).rates(2, length=3072).tolist()
@@ -92,6 +93,7 @@ class Frequencies(BaseModel):
     def attention_factor(self, n: int, *, length: int | None = None) -> float:
         """What multiplies cosine and sine of queries and of keys, hence scores by its square.
 
+        >>> from phasewise.frequencies import YaRN
         >>> round(YaRN(base=10_000.0, factor=64.0, original_length=4096).attention_factor(32), 4)
         1.4159
         """
@@ -100,6 +102,7 @@ class Frequencies(BaseModel):
     def at(self, length: int, n: int) -> "Static":
         """The static rule equal to this one for n channels when `length` positions are served.
 
+        >>> from phasewise.frequencies import DynamicYaRN
         >>> DynamicYaRN(base=10_000.0, original_length=2048).at(8192, 32).factor
         4.0
         """
@@ -168,6 +171,7 @@ class Continuous(LengthDependent):
     def along(self, lengths: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """What `rates` and `attention_factor` are at each of int64 `lengths` [..., 1]: float64 [..., n] and [..., 1].
 
+        >>> from phasewise.frequencies import DynamicNTK
         >>> rule = DynamicNTK(base=10_000.0, factor=2.0, original_length=2048)
         >>> rule.along(torch.tensor([[2048], [3072]]), 2)[0].tolist()
         [[1.0, 0.01], [1.0, 0.005]]
