@@ -83,7 +83,24 @@ def training_table(documents: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def latest(documents: Sequence[Row]) -> list[Row]:
+    """The records, with only those rows of an encoding that were measured at the commit that measured it last."""
+    by_date = sorted(documents, key=lambda document: document["date"])
+    last = {row["case"]["encoding"]: document["commit"] for document in by_date for row in document["values"]}
+    kept = [
+        {
+            **document,
+            "values": [
+                row for row in document["values"] if last[row["case"]["encoding"]] == document["commit"]
+            ],
+        }
+        for document in by_date
+    ]
+    return [document for document in kept if document["values"]]
+
+
 def context_table(documents: Sequence[Row]) -> str:
+    documents = latest(documents)
     every = rows(documents)
     lines = [
         "| tokens | | GPUs | tokens/s | efficiency | exchange alone | memory a GPU | loss | norm | last loss |",
