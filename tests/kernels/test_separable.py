@@ -240,6 +240,8 @@ def test_unsupported_says_what_would_work():
         ("cudnn", "heads", 65_536): "triton takes more",
     }
     assert "2 keys" in separable.unsupported("cudnn", **{**call, "queries": 1, "keys": 1})
+    before = {"causal": False, "window": 5, "queries": 65}
+    assert "window that is not causal" in separable.unsupported("flash", **{**call, **before})
     for (body, name, value), words in refused.items():
         assert words in separable.unsupported(body, **{**call, name: value})
 

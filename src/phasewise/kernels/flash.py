@@ -107,8 +107,7 @@ def forward(
         copyable(q), copyable(k), copyable(v), out.transpose(1, 2), lse, scale, *(None,) * 5,
         *sides_of(causal, window), None, None, NO_AUXILIARY, None, None,
     )  # fmt: skip
-    sees_nothing = queries > k.shape[2] and (causal or window is not None)
-    return out, lse.clamp_min(EMPTY_LSE) if sees_nothing else lse
+    return out, lse.clamp_min(EMPTY_LSE) if causal and queries > k.shape[2] else lse
 
 
 def copyable(x: Tensor) -> Tensor:

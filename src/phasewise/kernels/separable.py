@@ -64,6 +64,10 @@ def unsupported(
             return f"flash takes widths up to 256, not {qk_width} and {v_width}"
         if qk_width <= 96 and v_width > 192:
             return f"flash does not compile for values of {v_width} channels with {qk_width} of keys; triton does"
+        if window is not None and not causal and queries > keys:
+            return (
+                "flash does not end for queries before the keys with a window that is not causal; triton does"
+            )
         return flash_obstacle("phasewise.kernels.flash")
     if capability is None or capability[0] < 9:
         return f"cudnn needs compute capability 9.0, not {capability}"
