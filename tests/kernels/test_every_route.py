@@ -293,7 +293,7 @@ def test_widths_that_are_no_multiples_of_eight_are_widened_inside(preparation, w
 @on_gpu
 @every_route
 def test_a_graph_replayed_on_new_inputs_gives_their_output_and_gradients(name, impl):
-    for width in (64, 128):
+    for width in (64, 128) if name in ("pope", "tapa") else (64,):
         encoding = encoding_of(name, 4, width)
         first, second = (drawn(2, 1000, 4, width, seed=seed, groups=2) for seed in (0, 1))
         expected = [trained(tensors, encoding, impl) for tensors in (first, second)]

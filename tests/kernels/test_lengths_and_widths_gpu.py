@@ -24,37 +24,31 @@ def square(length: int, width: int, preparation: str, **options) -> Case:
 
 
 def at_every_length() -> Iterator[Case]:
+    """Beside what test_separable_gpu.py and test_flash.py have at these lengths."""
     for length in LENGTHS:
-        for dtype in (torch.float16, HALF) if length < 3 else (torch.float32, torch.float16, HALF):
-            yield square(length, 64, "none", dtype=dtype, slopes=True)
-            yield square(length, 64, "rope", dtype=dtype)
-            yield square(length, 64, "softplus", dtype=dtype)
-        yield square(length, 64, "softplus", dtype=HALF, causal=False)
+        yield square(length, 64, "none", dtype=HALF, slopes=True)
+        yield square(length, 64, "softplus", dtype=torch.float16)
+        if length > 2:
+            yield square(length, 64, "softplus", dtype=torch.float32)
         if HOPPER and length > 1:
             yield square(length, 64, "softplus", dtype=HALF, body="cudnn")
-            yield square(length, 64, "softplus", dtype=HALF, body="cudnn", causal=False, group=2)
-            yield square(length, 128, "softplus", dtype=torch.float16, body="cudnn")
             yield square(length, 128, "rope", dtype=HALF, body="cudnn", group=2)
-            yield square(length, 64, "none", dtype=HALF, body="cudnn")
         if FLASH:
-            yield square(length, 64, "softplus", dtype=HALF, body="flash", causal=False)
-            yield square(length, 64, "softplus", dtype=torch.float16, body="flash", group=2)
             yield square(length, 128, "softplus", dtype=HALF, body="flash")
-            yield square(length, 128, "rope", dtype=HALF, body="flash", group=2)
+            yield square(length, 128, "rope", dtype=torch.float16, body="flash", group=2)
 
 
 def at_other_sizes() -> Iterator[Case]:
     """Queries shorter and longer than keys, unequal and odd widths, where each body takes them."""
-    for body in ("cudnn",) * HOPPER + ("flash",) * FLASH:
-        for width, v_width in ((16, 16), (24, 40), (80, 80), (96, 64), (64, 128), (120, 104)):
+    for width, v_width in ((24, 40), (80, 80), (96, 64), (120, 104)):
+        for body in ("cudnn",) * HOPPER:
             yield Case(217, 217, width=width, v_width=v_width, preparation="softplus", dtype=HALF, body=body)
-            yield Case(217, 217, width=width, v_width=v_width, preparation="rope", dtype=HALF, body=body)
     for body in ("flash",) * FLASH:
-        for queries, keys in ((1, 1025), (111, 1023), (1024, 1088), (217, 63)):
-            yield Case(queries, keys, width=64, v_width=64, preparation="softplus", dtype=HALF, body=body)
-            yield Case(
-                queries, keys, width=128, v_width=128, preparation="rope", dtype=HALF, body=body, group=2
-            )
+        yield Case(217, 217, width=24, v_width=40, preparation="softplus", dtype=HALF, body=body)
+        for queries, keys in ((1, 1025), (111, 1023), (217, 63)):
+            yield Case(queries, keys, width=128, v_width=128, preparation="softplus", dtype=HALF, body=body)
+            yield Case(queries, keys, width=128, v_width=128, preparation="rope", dtype=torch.float16, body=body,
+                       group=2)  # fmt: skip
     for body in ("cudnn",) * HOPPER:
         for queries, keys in ((111, 1023), (217, 63)):
             yield Case(queries, keys, width=64, v_width=64, preparation="softplus", dtype=HALF, body=body,
@@ -82,7 +76,7 @@ def test_one_or_two_keys_in_float32_are_right_to_the_rounding_of_their_terms(len
         )
 
 
-@pytest.mark.parametrize("width", [32, 40, 72, 104, 136, 200, 248])
+@pytest.mark.parametrize("width", [40, 104, 200])
 def test_multiples_of_eight_are_widths_of_pope_and_of_rope(width):
     holds(square(150, width, "softplus", dtype=HALF, group=2))
     holds(square(150, width, "rope", dtype=HALF))
@@ -90,23 +84,14 @@ def test_multiples_of_eight_are_widths_of_pope_and_of_rope(width):
 
 @pytest.mark.skipif(not FLASH, reason="needs a Hopper GPU and flash-attn-4")
 @pytest.mark.parametrize(
-    ("width", "preparation"),
-    [
-        (16, "rope"),
-        (40, "rope"),
-        (80, "none"),
-        (112, "rope"),
-        (16, "softplus"),
-        (32, "softplus"),
-        (48, "softplus"),
-    ],
+    ("width", "preparation"), [(16, "rope"), (80, "none"), (32, "softplus"), (48, "softplus")]
 )
 def test_widths_at_which_the_backward_of_flash_is_wrong_have_right_gradients(width, preparation):
     holds(square(150, width, preparation, dtype=HALF, body="flash"))
     holds(square(150, width, preparation, dtype=HALF, body="flash", group=2))
 
 
-@pytest.mark.parametrize("width", [40, 72, 136, 248])
+@pytest.mark.parametrize("width", [40, 136])
 def test_multiples_of_eight_are_widths_of_tapa(width):
     tensors = tapa_inputs(150, heads=2, width=width, v_width=width, dtype=HALF)
     assert_within_budget(tensors, amplitude_dim=width // 2)
@@ -114,8 +99,8 @@ def test_multiples_of_eight_are_widths_of_tapa(width):
 
 @pytest.mark.skipif(not FLASH, reason="needs a Hopper GPU and flash-attn-4")
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_tapa_of_auto_is_the_equation_at_every_length(length, width):
+@pytest.mark.parametrize("length", [63, 217, 1023, 4096])
+def test_tapa_of_auto_is_the_equation_at_the_other_lengths(length, width):
     def attend(*tensors, **options):
         return tapa.attend(*tensors, body="flash", **options)
 
