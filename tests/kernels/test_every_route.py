@@ -194,7 +194,7 @@ def test_derivatives_of_torch_func_are_refused_with_the_remedy(name, impl):
 def test_forward_mode_derivatives_are_refused_with_the_remedy(name, impl):
     width = 64 if GPU else 16
     encoding = encoding_of(name, 2, width).requires_grad_(False)
-    for queries, keys in ((9, 9), (1, 70)):
+    for queries, keys in ((9, 9), *(() if impl == "cudnn" else ((1, 70),))):
         q, k, v, _ = drawn(1, keys, 2, width)
         with forward_ad.dual_level():
             q = forward_ad.make_dual(q[:, :, -queries:], torch.ones_like(q[:, :, -queries:]))
