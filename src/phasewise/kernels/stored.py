@@ -92,12 +92,8 @@ def write(
         tl.store(tile_of(out_ptr, out_strides, b, h, t, c), dx.to(kind), inside)
         if phase_ptr is not None:
             turned = tl.where(inside, mu * (grad_cos * sin - grad_sin * cos), 0.0)
-            row = (
-                phases_ptr
-                + b * phases_strides[0]
-                + tile.to(tl.int64) * phases_strides[1]
-                + h * phases_strides[2]
-            )
+            row = phases_ptr + b * phases_strides[0] + h * phases_strides[2]
+            row += tile.to(tl.int64) * phases_strides[1]
             tl.store(row + c, tl.sum(turned, 0))
 
 
@@ -268,12 +264,12 @@ def side(q: Tensor, width: int, v: Tensor) -> int:
 
 
 def pieces(q: Tensor, k: Tensor, *, causal: bool) -> list[tuple[slice, slice]]:
-    """Rows and key heads to work on together: as many as see about as many pairs as q and k have elements.
+    """Rows and key heads to work on together: as many as see about twice as many pairs as q and k have elements.
 
     They are whole rows, or heads of one row; at least two heads, as one leaves processors idle.
     """
     rows, key_heads = k.shape[:2]
-    at_once = max(min(2, key_heads), (q.numel() + k.numel()) // _pairs(q, k, causal))
+    at_once = max(min(2, key_heads), 2 * (q.numel() + k.numel()) // _pairs(q, k, causal))
     if at_once >= key_heads:
         step = ceil_div(rows, ceil_div(rows, at_once // key_heads))
         return [(slice(row, min(row + step, rows)), slice(0, key_heads)) for row in range(0, rows, step)]
