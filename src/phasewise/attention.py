@@ -152,7 +152,7 @@ def choose(
 ) -> Choice:
     """What `attention` with these arguments runs, and why; a pure function of sizes, dtypes and hardware.
 
-    On a CUDA device auto takes triton for up to 16 queries on 64 keys each or more, unless a gradient is
+    On a CUDA device auto takes triton for up to 16 queries on 16 keys each or more, unless a gradient is
     asked for, then the first that runs of flash, cudnn and triton; otherwise sdpa where the scores separate or
     add a bias; otherwise the reference, which it refuses above 2^28 pairs of a query and a key.
     `hardware` asks about another machine than the one q is on. Works on meta tensors.

@@ -220,9 +220,9 @@ def test_what_is_not_decoded_says_why():
         settings: Any = {**call, "queries": 1, "keys": 64, **changes}
         return decode.unsupported(**settings)
 
-    assert reason(queries=16, keys=1024) is None
-    assert "16 queries, on 64 keys each" in str(reason(queries=17, keys=4096))
-    assert "16 queries, on 64 keys each" in str(reason(queries=16, keys=1023))
+    assert reason(queries=16, keys=256) is None
+    assert "16 queries, on 16 keys each" in str(reason(queries=17, keys=4096))
+    assert "16 queries, on 16 keys each" in str(reason(queries=16, keys=255))
     assert "7, 5" in str(reason(capability=(7, 5)))
     assert "512" in str(reason(qk_width=512))
     assert "float64" in str(reason(dtype=torch.float64))
@@ -316,6 +316,49 @@ def test_long_caches_in_bfloat16(name, width):
             "v_width": 64,
         }
         holds(Case(**sizes, places="left-padded", dtype=torch.bfloat16), name)
+
+
+POLAR_VIEWS = {
+    "one-tile": Case(keys=64),
+    "odd-length": Case(keys=77),
+    "several": Case(queries=2, keys=1003),
+    "sixteen-rows": Case(queries=4, keys=1003),
+    "ungrouped": Case(keys=300, heads=3, groups=3),
+    "bidirectional": Case(queries=2, keys=128, options={"causal": False}),
+    "window": Case(keys=1003, options={"window": 100}),
+    "scaled": Case(keys=300, options={"scale": 0.3}),
+    "rows": Case(keys=3001, rows=3, heads=16, groups=4),
+    "half": Case(keys=1003, dtype=torch.float16),
+}
+
+
+@GPU
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (64, 128), (128, 64)])
+@pytest.mark.parametrize("view", POLAR_VIEWS)
+def test_popes_own_kernel_equals_the_reference_in_every_view(view, widths, monkeypatch):
+    from phasewise.kernels import decode_polar
+
+    calls, parts = [], decode_polar.parts
+    monkeypatch.setattr(decode_polar, "parts", lambda *x, **y: calls.append(y["kind"]) or parts(*x, **y))
+    case = replace(POLAR_VIEWS[view], width=widths[0], v_width=widths[1])
+    if case.dtype == torch.float32:
+        case = replace(case, dtype=torch.bfloat16)
+    for name in ("pope", "pope-clamp-yarn-relu", "pope-identity") if view == "several" else ("pope",):
+        holds(case, name)
+    assert len(calls) == (3 if view == "several" else 1)
+
+
+@GPU
+@pytest.mark.parametrize(
+    ("low", "high", "scale"), [(-3.0, 300.0, 1e-3), (-12.0, -8.0, 1e3), (-40.0, 40.0, 1e-2)]
+)
+def test_popes_own_kernel_takes_large_and_small_keys(low, high, scale):
+    case = Case(keys=300, width=64, v_width=64, dtype=torch.bfloat16, options={"scale": scale})
+    call = case.call(encodings(4, 64)["pope"]().to(DEVICE))
+    k = torch.linspace(low, high, call.k.numel(), device=DEVICE).view_as(call.k).to(call.k.dtype)
+    call = replace(call, k=k[..., torch.randperm(64, generator=torch.Generator().manual_seed(0))])
+    found, truth = decoded(call)[1], exact(call, torch.float64)[1]
+    torch.testing.assert_close(found.double(), truth, rtol=5e-3, atol=5e-3)
 
 
 @GPU

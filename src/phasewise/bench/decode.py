@@ -7,6 +7,7 @@ each step, and torch's and flash-attn-4's attention on keys that were rotated be
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -118,12 +119,12 @@ def tune(names: Sequence[str], widths: Sequence[int], keys: int) -> list[Row]:
     for width in widths:
         tensors = draw(width, keys)
         for name in names:
-            _, run = ours(width)["nope" if name == "plain" else name]
+            _, run = ours(width)[{"plain": "nope", "polar": "pope"}.get(name, name)]
 
             def attend(run: Run = run, tensors: Inputs = tensors) -> tuple[Tensor]:
                 return (run(*tensors),)
 
-            row = best(Subject(f"decode.{name}", width, width, attend), torch.bfloat16, candidates())
+            row = best(Subject(f"decode.{name}", width, width, attend), torch.bfloat16, candidates(name))
             if row is not None:
                 written += [row, {**row, "dtype": "float16"}]
     for row in written:
@@ -131,28 +132,24 @@ def tune(names: Sequence[str], widths: Sequence[int], keys: int) -> list[Row]:
     return written
 
 
-def candidates() -> Iterator[dict[str, int]]:
+def candidates(name: str) -> Iterator[dict[str, int]]:
     """Tiles and registers, each with several numbers of programs for a multiprocessor.
 
-    >>> sum(1 for _ in candidates())
-    18
+    >>> sum(1 for _ in candidates("rope")), sum(1 for _ in candidates("polar"))
+    (18, 12)
     """
-    for block, warps, registers in (
-        (64, 4, 168),
-        (64, 4, 128),
-        (128, 8, 128),
-        (64, 8, 128),
-        (32, 4, 168),
-        (32, 4, 255),
-    ):
-        for programs in (2, 3, 4):
+    if name == "polar":
+        rooms = ((2, 255), (3, 168), (4, 128))
+        for (programs, registers), halved, ahead in itertools.product(rooms, (1, 2), (0, 1)):
             yield {
-                "BLOCK_N": block,
-                "PROGRAMS": programs,
-                "STAGES": 3,
-                "num_warps": warps,
-                "maxnreg": registers,
-            }
+                "PROGRAMS": programs * halved, "AHEAD": ahead, "num_warps": 4 // halved, "maxnreg": registers,
+            }  # fmt: skip
+        return
+    tiles = ((64, 4, 168), (64, 4, 128), (128, 8, 128), (64, 8, 128), (32, 4, 168), (32, 4, 255))
+    for (block, warps, registers), programs in itertools.product(tiles, (2, 3, 4)):
+        yield {
+            "BLOCK_N": block, "PROGRAMS": programs, "STAGES": 3, "num_warps": warps, "maxnreg": registers,
+        }  # fmt: skip
 
 
 @torch.no_grad()
@@ -162,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--keys", type=int, nargs="+", default=[4096, 16_384, 65_536])
     parser.add_argument(
-        "--tune", nargs="+", choices=["plain", "rope", "pope", "tapa"], default=[],
+        "--tune", nargs="+", choices=["plain", "rope", "polar", "tapa"], default=[],
         help="first rewrite these kernels' rows of the launch table for this GPU",
     )  # fmt: skip
     options = parser.parse_args(arguments)

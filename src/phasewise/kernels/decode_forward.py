@@ -6,6 +6,8 @@ meet one key head are the rows of one tile; the keys are split over programs, wh
 Turning keys is cheap because an angle relative to its tile's first key is the same in every tile: cosines and sines
 of these are made once a program, and the queries are turned back from tile to tile instead. Places that do not go on
 by ones (padding apart) get cosines and sines of their own.
+
+PoPE in half precision goes to decode_polar.py where that serves it.
 """
 
 import math
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phasewise.kernels import decode_polar
 from phasewise.kernels.decode_parts import (
     combined,
     multiprocessors,
@@ -215,11 +218,19 @@ def forward(
     """
     rows, heads, queries, width = q.shape
     groups, keys, v_width = v.shape[1:]
+    low = 0 if window is None or places is not None else max(0, keys - queries - window + 1)
+    if rates is not None and decode_polar.serves(
+        q, k, v, kind=kind, placed=places is not None, window=window
+    ):
+        found = decode_polar.parts(
+            q, k, v, rates, phase, kind=kind, factor=factor, scale=scale, causal=causal, low=low
+        )
+        return combined(*found, q)
     fast = q.is_cuda and q.dtype != torch.float32
     meta = launch(f"decode.{KERNELS[kind]}", q, qk=width, v=v_width, length=power_of_two(keys))
     room, stages = meta.pop("PROGRAMS") * multiprocessors(q.device), meta.pop("STAGES")
-    block_m, block_n = min(64, block_width(heads // groups * queries)), meta["BLOCK_N"]
-    low = 0 if window is None or places is not None else max(0, keys - queries - window + 1)
+    block_m = min(64 if width <= 64 else 32, block_width(heads // groups * queries))
+    block_n = meta["BLOCK_N"]
     programs = rows * groups * ceil_div(heads // groups * queries, block_m)
     chunk = tiles_each(ceil_div(keys - low, block_n), programs, room) * block_n
     splits = ceil_div(keys - low, chunk)

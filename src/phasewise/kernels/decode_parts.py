@@ -15,6 +15,7 @@ from phasewise.kernels.tiles import EMPTY, block_width, ceil_div
 
 TURN: tl.constexpr = tl.constexpr(2 * math.pi)
 PER_TURN: tl.constexpr = tl.constexpr(0.5 / math.pi)
+SHIFT_TO_INTEGER: tl.constexpr = tl.constexpr(1.5 * 2.0**52)  # adding it leaves float64 no fraction
 MOST_TILES = 512  # a program: in half precision each adds 6e-8 to an angle, so 3e-5 in all
 
 
@@ -22,7 +23,8 @@ MOST_TILES = 512  # a program: in half precision each adds 6e-8 to an angle, so 
 def turns(place, rates, FAST: tl.constexpr):
     """cos and sin of places times rates (float64, radians a place), reduced in float64."""
     angle = place * (rates * PER_TURN)
-    return turn((angle - tl.floor(angle + 0.5)).to(tl.float32) * TURN, FAST)
+    whole = (angle + SHIFT_TO_INTEGER) - SHIFT_TO_INTEGER
+    return turn((angle - whole).to(tl.float32) * TURN, FAST)
 
 
 @triton.jit
