@@ -36,6 +36,7 @@ def tensors(queries, keys, width, *, heads=4, group=1, rows=2):
         (111, 111, 64, {}),
         (1025, 1025, 64, {"group": 2}),
         (300, 1025, 128, {"group": 4, "rows": 1}),
+        (700, 700, 64, {"group": 3, "heads": 6}),
         (217, 217, 96, {}),
         (217, 217, 256, {}),
         (513, 513, 128, {"causal": False}),
@@ -87,6 +88,46 @@ def test_a_row_whose_window_shows_nothing_gives_zero_and_a_finite_log_sum_exp():
     assert not out[:, :, :blind].any()
     assert not into[0][:, :, :blind].any()
     assert all(x.isfinite().all() for x in (out, lse, *into))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "options"),
+    [
+        (700, 700, 64, {"heads": 16, "rows": 8}),
+        (300, 1025, 64, {"heads": 32, "group": 8, "rows": 8}),
+        (2048, 2048, 128, {"heads": 16, "rows": 4}),
+        (217, 63, 64, {"heads": 32, "rows": 8}),
+    ],
+)
+def test_programs_that_stay_for_many_tiles_give_the_same_bits_every_time(
+    queries, keys, width, options, monkeypatch
+):
+    from flash_attn.cute import interface
+
+    from phasewise.kernels import flash, prepare
+
+    def poisoned(x, width):
+        return prepare.expanded_like(x, width).fill_(torch.nan)
+
+    monkeypatch.setattr(flash, "expanded_like", poisoned)
+    q, k, v, _ = tensors(queries, keys, width, **options)
+    seen = {"scale": 0.125, "causal": True, "window": None}
+    expected, their_lse = interface._flash_attn_fwd(
+        *(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=0.125, causal=True, return_lse=True
+    )[:2]
+    flash.forward(q, k, v, **seen)  # compiles
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        replayed = flash.forward(q, k, v, **seen)
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        graph.replay()
+        with torch.cuda.stream(stream):
+            beside = flash.forward(q, k, v, **seen)
+        torch.cuda.synchronize()
+        for out, lse in (replayed, beside):
+            assert torch.equal(out.transpose(1, 2), expected)
+            assert torch.equal(lse, their_lse.clamp_min(EMPTY_LSE))
 
 
 CASES = [

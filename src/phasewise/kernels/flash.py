@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32
+from cutlass import Float32, Int32
 from flash_attn.cute import interface, utils
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
+from phasewise.kernels.flash_persistent import PersistentForward
 from phasewise.kernels.prepare import expanded_like
 from phasewise.kernels.tiles import EMPTY_LSE, launch_table
 
@@ -42,6 +43,11 @@ class Kind(NamedTuple):
     def row_ends(self) -> bool:
         """Whether a query's last key is its own place, by the kernels' plain causal rule."""
         return self.causal and not self.windowed
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the forward's programs stay for several tiles (`flash_persistent`)."""
+        return self.row_ends and self.v_width % 16 == 0 and 64 % self.group == 0
 
     @property
     def tiles(self) -> dict[str, Any]:
@@ -73,26 +79,36 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@functools.cache
-@quiet()
-def compiled_forward(kind: Kind) -> Any:
-    """The forward: (q, k, v, out, lse, scale, ...)."""
-    element = ELEMENTS[kind.dtype]
+def forward_kernel(
+    kind: Kind, form: type[FlashAttentionForwardSm90] = FlashAttentionForwardSm90, **settings: Any
+) -> Any:
+    """The forward to compile, with the launch table's tiles or else flash-attn-4's own."""
     config = (
         interface.FwdConfig(*kind.tiles["forward"], mma_pv_is_rs=True, intra_wg_overlap=True)
         if kind.tiles
         else interface._tile_size_fwd_sm90(kind.width, kind.v_width, kind.row_ends, kind.windowed)
     )
-    kernel = FlashAttentionForwardSm90(
-        element, kind.width, kind.v_width, kind.group, is_causal=kind.row_ends, is_local=kind.windowed,
+    return form(
+        ELEMENTS[kind.dtype], kind.width, kind.v_width, kind.group, is_causal=kind.row_ends, is_local=kind.windowed,
         pack_gqa=kind.group > 1, tile_m=config.m_block_size, tile_n=config.n_block_size, num_stages=2,
-        num_threads=384, intra_wg_overlap=config.intra_wg_overlap, mma_pv_is_rs=config.mma_pv_is_rs,
+        num_threads=384, intra_wg_overlap=config.intra_wg_overlap, mma_pv_is_rs=config.mma_pv_is_rs, **settings,
     )  # fmt: skip
-    q, k, v, out, *_ = interface.make_fake_bwd_tensors(element, kind.group > 1, False, False)
+
+
+@functools.cache
+@quiet()
+def compiled_forward(kind: Kind) -> Any:
+    """The forward: (q, k, v, out, lse, scale, ...)."""
+    q, k, v, out, *_ = interface.make_fake_bwd_tensors(ELEMENTS[kind.dtype], kind.group > 1, False, False)
     lse = make_fake_tensor(Float32, (*(q.shape[i] for i in (0, 2, 1)),))
     sides = (1, 1) if kind.windowed else (None, None)
+    kernel, auxiliary = forward_kernel(kind), NO_AUXILIARY
+    if kind.persistent:
+        programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        kernel = forward_kernel(kind, PersistentForward, programs=programs)
+        auxiliary = utils.AuxData([make_fake_tensor(Int32, (1,))], None)
     return compiled(
-        kernel, q, k, v, out, lse, Float32(1.0), *(None,) * 5, *sides, None, None, NO_AUXILIARY, None, None
+        kernel, q, k, v, out, lse, Float32(1.0), *(None,) * 5, *sides, None, None, auxiliary, None, None
     )
 
 
@@ -103,11 +119,16 @@ def forward(
     rows, heads, queries, _ = q.shape
     out = expanded_like(q, v.shape[3])
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
-    compiled_forward(kind_of(q, k, v, causal, window))(
+    kind = kind_of(q, k, v, causal, window)
+    auxiliary = NO_AUXILIARY
+    if kind.persistent:
+        auxiliary = utils.AuxData([torch.zeros(1, dtype=torch.int32, device=q.device)], None)
+    compiled_forward(kind)(
         copyable(q), copyable(k), copyable(v), out.transpose(1, 2), lse, scale, *(None,) * 5,
-        *sides_of(causal, window), None, None, NO_AUXILIARY, None, None,
+        *sides_of(causal, window), None, None, auxiliary, None, None,
     )  # fmt: skip
-    return out, lse.clamp_min(EMPTY_LSE) if causal and queries > k.shape[2] else lse
+    sees_nothing = queries > k.shape[2] and (causal or window is not None)
+    return out, lse.clamp_min(EMPTY_LSE) if sees_nothing else lse
 
 
 def copyable(x: Tensor) -> Tensor:
