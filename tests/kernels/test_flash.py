@@ -11,8 +11,6 @@ MODULE = "phasewise.kernels.flash"
 runs = GPU and torch.cuda.get_device_capability()[0] == 9 and flash_obstacle(MODULE) is None
 pytestmark = [
     pytest.mark.gpu,
-    # Of flash-attn-4's compiler, when its own interface compiles what ours is compared with.
-    pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),
     pytest.mark.skipif(
         not runs, reason="needs a Hopper GPU and flash-attn-4 of the version it is written for"
     ),
