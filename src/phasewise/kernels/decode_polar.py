@@ -31,7 +31,6 @@ MOST_ROWS = 16  # queries that meet one key head
 KEYS = gl.constexpr(16)  # of a warp in a tile: the rows of one product
 PIECE = gl.constexpr(32)  # channels: of one load of a thread, and of two products
 TURNS = gl.constexpr(4)  # tiles for which queries are turned at once
-LINE = gl.constexpr(32)  # pairs of channels in 128 bytes
 
 
 @gluon.constexpr_function
@@ -117,17 +116,15 @@ def operand(pieces, piece: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr
 
 
 @gluon.jit
-def reading(ptr, strides, b, group, first, layout: gl.constexpr, WARPS: gl.constexpr, WORDS: gl.constexpr,
-    EACH: gl.constexpr = 1,
-):  # fmt: skip
-    """Keys [warps, 16, 1] of the tile at `first`, addresses [warps, 16, WORDS] of their pairs, or of one in EACH."""
+def reading(ptr, strides, b, group, first, layout: gl.constexpr, WARPS: gl.constexpr, WORDS: gl.constexpr):
+    """Keys [warps, 16, 1] of the tile at `first`, and addresses [warps, 16, WORDS] of their pairs of channels."""
     w = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     c = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     n = first + w * KEYS + row
     start = ptr + b * strides[0] + group.to(gl.int64) * strides[1]
     words = start.to(gl.pointer_type(gl.int32), bitcast=True)
-    return n, words + n.to(gl.int64) * (strides[2] // 2) + EACH * c
+    return n, words + n.to(gl.int64) * (strides[2] // 2) + c
 
 
 @gluon.jit
@@ -137,24 +134,6 @@ def read_pieces(at, inside, COUNT: gl.constexpr):
     for piece in gl.static_range(COUNT):
         read = read + (gl.load(at + PIECE // 2 * piece, inside),)  # noqa: RUF005 (the compiler knows no unpacking)
     return read
-
-
-@gluon.constexpr_function
-def line_layout(warps, width):
-    """Of lines of 128 bytes of keys [warps, 16, width / 64]: one for each thread, or for two."""
-    rows = [[0, 1 << bit, 0] for bit in range(4)]
-    return gl.DistributedLinearLayout(
-        [], [*rows, [0, 0, width // 128]], warp_bits(warps), [], [warps, 16, width // 64]
-    )
-
-
-@gluon.jit
-def fetch(at, wanted):
-    """Lines of 128 bytes on their way into the second-level cache."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
-        [at, wanted.to(gl.int32).broadcast_to(at.shape)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -202,7 +181,7 @@ def polar_kernel(
     part_ptr, lse_ptr, q_ptr, q_strides, k_ptr, k_strides, v_ptr, v_strides, rate_ptr, phase_ptr,
     rows, H, T, S, low, splits, chunk, factor,
     KIND: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, PHASE: gl.constexpr,
-    CAUSAL: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr,
+    CAUSAL: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp, float32 [splits warps, B H T, V] and [splits warps, B H T], of one split's warps."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -221,19 +200,6 @@ def polar_kernel(
     last = gl.minimum(first + chunk, S)
     k_n, k_at = reading(k_ptr, k_strides, b, group, first, gl.DotOperandLayout(0, mma, 4), WARPS, PIECE // 2)
     v_n, v_at = reading(v_ptr, v_strides, b, group, first, value_layout(WARPS, V), WARPS, V // 2)
-    if AHEAD:
-        k_next, k_row = reading(
-            k_ptr, k_strides, b, group, first + BLOCK, line_layout(WARPS, D), WARPS, D // 64, LINE
-        )
-        v_next, v_row = reading(
-            v_ptr, v_strides, b, group, first + BLOCK, line_layout(WARPS, V), WARPS, V // 64, LINE
-        )
-        fetch(k_row, k_next < last)
-        fetch(v_row, v_next < last)
-        k_next += BLOCK
-        v_next += BLOCK
-        k_row += BLOCK * (k_strides[2] // 2)
-        v_row += BLOCK * (v_strides[2] // 2)
     k = read_pieces(k_at, k_n < last, PIECES)
     v = gl.load(v_at, v_n < last, other=0)
 
@@ -263,13 +229,6 @@ def polar_kernel(
             x1, x2 = turned_back(x1, x2, step_cos, step_sin)
         await_warps()
         for turn in range(gl.minimum(TURNS, gl.cdiv(last - first_n, BLOCK))):
-            if AHEAD:
-                fetch(k_row, k_next < last)
-                fetch(v_row, v_next < last)
-                k_next += BLOCK
-                v_next += BLOCK
-                k_row += BLOCK * (k_strides[2] // 2)
-                v_row += BLOCK * (v_strides[2] // 2)
             k_n += BLOCK
             k_at += BLOCK * (k_strides[2] // 2)
             by_cos = nothing
