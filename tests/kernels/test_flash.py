@@ -14,9 +14,7 @@ pytestmark = [
     pytest.mark.skipif(
         not runs, reason="needs a Hopper GPU and flash-attn-4 of the version it is written for"
     ),
-    pytest.mark.filterwarnings(
-        "ignore:Argument aux_data:UserWarning"
-    ),  # where flash-attn-4's interface compiles
+    pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),  # of flash-attn-4's interface
 ]
 HALF = torch.bfloat16
 

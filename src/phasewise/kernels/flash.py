@@ -27,6 +27,7 @@ from phasewise.kernels.tiles import EMPTY_LSE, launch_table
 
 ELEMENTS = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 NO_AUXILIARY = utils.AuxData(None, None)
+MANY_QUERIES = 50_000  # of all heads: two tiles for each of 132 multiprocessors, where staying gains time
 
 
 class Kind(NamedTuple):
@@ -45,8 +46,8 @@ class Kind(NamedTuple):
         return self.causal and not self.windowed
 
     @property
-    def persistent(self) -> bool:
-        """Whether the forward's programs stay for several tiles (`flash_persistent`)."""
+    def can_stay(self) -> bool:
+        """Whether the forward's programs can stay for many tiles (`flash_persistent`)."""
         return self.row_ends and self.v_width % 16 == 0 and 64 % self.group == 0
 
     @property
@@ -97,13 +98,13 @@ def forward_kernel(
 
 @functools.cache
 @quiet()
-def compiled_forward(kind: Kind) -> Any:
-    """The forward: (q, k, v, out, lse, scale, ...)."""
+def compiled_forward(kind: Kind, stays: bool) -> Any:
+    """The forward: (q, k, v, out, lse, scale, ...). stays: whether its programs do, which takes a counter."""
     q, k, v, out, *_ = interface.make_fake_bwd_tensors(ELEMENTS[kind.dtype], kind.group > 1, False, False)
     lse = make_fake_tensor(Float32, (*(q.shape[i] for i in (0, 2, 1)),))
     sides = (1, 1) if kind.windowed else (None, None)
     kernel, auxiliary = forward_kernel(kind), NO_AUXILIARY
-    if kind.persistent:
+    if stays:
         programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         kernel = forward_kernel(kind, PersistentForward, programs=programs)
         auxiliary = utils.AuxData([make_fake_tensor(Int32, (1,))], None)
@@ -121,9 +122,10 @@ def forward(
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
     kind = kind_of(q, k, v, causal, window)
     auxiliary = NO_AUXILIARY
-    if kind.persistent:
+    stays = kind.can_stay and rows * heads * queries >= MANY_QUERIES
+    if stays:
         auxiliary = utils.AuxData([torch.zeros(1, dtype=torch.int32, device=q.device)], None)
-    compiled_forward(kind)(
+    compiled_forward(kind, stays)(
         copyable(q), copyable(k), copyable(v), out.transpose(1, 2), lse, scale, *(None,) * 5,
         *sides_of(causal, window), None, None, auxiliary, None, None,
     )  # fmt: skip
