@@ -349,6 +349,18 @@ def test_popes_own_kernel_equals_the_reference_in_every_view(view, widths, monke
 
 
 @GPU
+@pytest.mark.parametrize("row", [66, 65])
+def test_pope_decodes_keys_whose_rows_do_not_begin_at_whole_words(row):
+    case = Case(keys=200, width=64, v_width=64, dtype=torch.bfloat16)
+    call = case.call(encodings(4, 64)["pope"]().to(DEVICE))
+    memory = torch.empty(1, 2, 200, row, dtype=torch.bfloat16, device=DEVICE)
+    memory[..., :64] = call.k
+    moved = replace(call, k=memory[..., :64])
+    with torch.no_grad():
+        torch.testing.assert_close(decoded(moved)[0], decoded(call)[0], rtol=0.02, atol=0.01)
+
+
+@GPU
 @pytest.mark.parametrize(
     ("low", "high", "scale"), [(-3.0, 300.0, 1e-3), (-12.0, -8.0, 1e3), (-40.0, 40.0, 1e-2)]
 )
