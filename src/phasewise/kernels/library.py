@@ -37,8 +37,8 @@ def separable(
 
     See `phasewise.kernels.separable`.
     """
+    from phasewise.kernels import ahead, borrowed, prepare
     from phasewise.kernels import body as own
-    from phasewise.kernels import borrowed, prepare
     from phasewise.kernels.tiles import EMPTY_LSE, Places, bounded
 
     arguments = (
@@ -62,6 +62,15 @@ def separable(
     q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
     q2, k2, rotated = q, k, (q.new_empty(0), q.new_empty(0))
     if q_angle is not None and k_angle is not None:
+        beside = None
+        if body == "flash":
+            beside = ahead.plan(q, k, v, q_angle.shape[2], preparation, causal=causal, window=window)
+        if beside is not None:
+            from phasewise.kernels import flash_ahead
+
+            options = {"preparation": preparation, "factor": factor, "scale": scale}
+            out, lse, *made = flash_ahead.forward(q, k, v, q_angle, k_angle, phase, beside, **options)
+            return out, lse, *(made if preparation == "rope" else rotated)
         if preparation == "rope":
             rotated = q2, k2 = prepare.rotate(q, k, q_angle, k_angle, factor)
         else:
