@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import time
 
 import pytest
 
+from phasewise import cli
 from phasewise.cli import main
 from phasewise.train.report import Comparison
 
@@ -183,6 +185,30 @@ def test_full_disk_is_one_line_with_the_way_on_and_exit_code_1(capsys, tmp_path,
     assert said.startswith(f"phasewise: {tmp_path / 'run'} cannot be written to (")
     assert "No space left" in said
     assert said.endswith(f"go on with: phasewise compare --out {tmp_path / 'run'} --resume")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left", "f.json"),
+            1,
+            "cannot write f.json (No space left): make room",
+        ),
+        (OSError(errno.EFBIG, "File too large"), 1, "cannot write (File too large): make room"),
+        (OSError(errno.EACCES, "Permission denied", "f.json"), 2, "cannot read or write f.json (Permission"),
+    ],
+)
+def test_no_room_is_a_run_that_failed_and_other_trouble_with_files_is_bad_input(
+    capsys, monkeypatch, error, code, said
+):
+    def failing(_arguments):
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "bench", failing)
+    ended, _, err = run(capsys, "bench")
+    assert (ended, err.count("\n")) == (code, 1)
+    assert said in err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["compare", "--help"]])

@@ -81,7 +81,7 @@ def test_a_full_disk_is_one_line_that_says_the_work_can_go_on(
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
     try:
-        assert main(command) == 2
+        assert main(command) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)

@@ -16,7 +16,7 @@ with starting():
     from phasewise.cli.extend import extend
     from phasewise.cli.inspect import inspect
     from phasewise.cli.profile import profile
-    from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, Left, leave, one_line
+    from phasewise.cli.terminal import BAD_INPUT, FAILED, INTERRUPTED, Left, code_of, leave, one_line
     from phasewise.cli.together import speaker
     from phasewise.cli.tokenize import tokenize
     from phasewise.cli.train import train
@@ -73,6 +73,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         said = shortage(error)
         if said is None and isinstance(error, RuntimeError):
             raise
-        return leave(said or one_line(error), BAD_INPUT)
+        return leave(said or one_line(error), code_of(error))
     except KeyboardInterrupt:
         return leave("interrupted", INTERRUPTED)

@@ -1,6 +1,7 @@
 """What the commands share: exit codes, options made from a recipe, the ends of a sitting, words and tables."""
 
 import argparse
+import errno
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Left(Exception):
@@ -129,7 +131,16 @@ def _as_text(settings: Any) -> str:
     return settings.kind if settings == type(settings)() else settings.model_dump_json()
 
 
+def code_of(error: Exception) -> int:
+    """The exit code of a command that an error ended: a run has failed where what it found has no room on the disk."""
+    return FAILED if isinstance(error, OSError) and error.errno in NO_ROOM else BAD_INPUT
+
+
 def one_line(error: Exception) -> str:
+    if code_of(error) == FAILED:
+        assert isinstance(error, OSError)
+        where = f" {error.filename}" if error.filename is not None else ""
+        return f"cannot write{where} ({error.strerror}): make room, or choose another place"
     if isinstance(error, OSError) and error.filename is not None:
         return f"cannot read or write {error.filename} ({error.strerror}): choose another path"
     if not isinstance(error, ValidationError):

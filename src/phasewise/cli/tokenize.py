@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated
 
-from phasewise.cli.terminal import BAD_INPUT, INTERRUPTED, fields, leave, print_whole
+from phasewise.cli.terminal import INTERRUPTED, code_of, fields, leave, print_whole
 
 TOKENIZE = """Tokenise text, genomes or MIDI into a folder of memory-mapped shards: --data shards:FOLDER.
 
@@ -59,7 +59,7 @@ def tokenize(arguments: Sequence[str]) -> int:
             return leave(
                 f"cannot read or write {path} ({reason}): what was saved is kept; with that mended, or room made, "
                 "the same command goes on",
-                BAD_INPUT,
+                code_of(error),
             )
     seconds = perf_counter() - started
     if options.as_json:
