@@ -100,6 +100,31 @@ def test_lengths_may_be_numpy_integers():
     assert Positions.arange(np.int64(3)).length == 3
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: Positions.cu_seqlens([0, 3], 3),
+            "boundaries must be a tensor, but is list; use torch.as_tensor",
+        ),
+        (lambda: Positions.cu_seqlens(np.array([0, 3]), 3), "boundaries must be a tensor, but is ndarray"),
+        (lambda: Positions.padded([[0, 1]]), "mask must be a tensor, but is list"),
+        (
+            lambda: Positions.packed(torch.tensor([3, 2])),
+            r"lengths must be whole numbers, .* use \.tolist\(\)",
+        ),
+    ],
+)
+def test_a_list_for_a_tensor_and_a_tensor_for_a_list_are_named_with_what_to_give(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_boundaries_may_lie_apart_in_memory():
+    apart = torch.stack([torch.tensor([0, 3, 5]), torch.zeros(3, dtype=torch.int64)], 1)[:, 0]
+    assert Positions.cu_seqlens(apart, 5).index.tolist() == [[0, 1, 2, 0, 1]]
+
+
 def test_a_window_beyond_all_positions_is_refused_rather_than_wrapped_around():
     at = Positions.arange(3)
     assert visible(at, at, window=2**62).equal(visible(at, at))

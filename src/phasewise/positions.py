@@ -95,12 +95,13 @@ class Positions:
         [[0, 0, 1, 1, 1, -1]]
         """
         _check_counts("length", [length])
+        _check_tensor("boundaries", boundaries)
         if boundaries.dtype not in (torch.int32, torch.int64) or boundaries.ndim != 1 or len(boundaries) == 0:
             raise ValueError(
                 "boundaries must be int32 or int64 [documents + 1], but are "
                 f"{boundaries.dtype} {list(boundaries.shape)}"
             )
-        starts = boundaries.to(torch.int64)
+        starts = boundaries.to(torch.int64).contiguous()  # torch.searchsorted warns of others
         place = torch.arange(length, device=boundaries.device)
         document = torch.searchsorted(starts, place, right=True) - 1
         inside = (document >= 0) & (place < starts[-1])
@@ -114,6 +115,7 @@ class Positions:
         >>> Positions.padded(torch.tensor([[0, 0, 1, 1]])).index.tolist()
         [[0, 0, 0, 1]]
         """
+        _check_tensor("mask", mask)
         if mask.ndim != 2:
             raise ValueError(f"mask must be [B, T], but has shape {tuple(mask.shape)}")
         real = mask.bool()
@@ -233,7 +235,14 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer | torch.SymInt) and not isinstance(value, bool)
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, but is {type(value).__name__}; use torch.as_tensor")
+
+
 def _check_counts(name: str, counts: Sequence[int]) -> None:
+    if isinstance(counts, Tensor):
+        raise ValueError(f"{name} must be whole numbers, but is a tensor; use .tolist()")
     if not all(is_whole(count) and count >= 0 for count in counts):
         raise ValueError(f"{name} must be whole numbers from 0, but is {list(counts)}")
 
