@@ -322,6 +322,19 @@ def test_query_blocks_change_neither_output_nor_gradients(case, monkeypatch):
         close(whole, blocks)
 
 
+@pytest.mark.parametrize("case", ["rope", "tapa", "rope-dynamic_ntk", "pope-dynamic_yarn"])
+def test_the_reference_serves_torch_func_in_blocks_and_with_rates_of_every_length(case, monkeypatch):
+    monkeypatch.setattr("phasewise.reference.SCORES_AT_ONCE", 40)
+    q, k, v = inputs(ORIGINAL + 5)
+    encoding = make(case)
+
+    def squares(q):
+        return attention(q, k, v, encoding, impl="reference").square().sum()
+
+    (expected,) = torch.autograd.grad(squares(q.requires_grad_()), q)
+    close(torch.func.grad(squares)(q.detach()), expected)
+
+
 @each
 def test_config_survives_json_and_state_dict_survives_meta(case):
     encoding = CASES[case]()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from phasewise.encodings.base import Encoding, exact, working_dtype
+from phasewise.encodings.base import Encoding, exact, recomputed, working_dtype
 from phasewise.positions import Positions, visible
 
 EMPTY_LSE = -1e30  # log-sum-exp of a row that sees nothing: finite, so that no arithmetic on it makes a NaN
@@ -48,13 +47,7 @@ def reference(
     if size >= length:
         out, lse = block(q, k, v, 0)
         return out.to(v.dtype), lse
-    blocks = []
-    for start in range(0, length, size):
-        part = q[:, :, start : start + size]
-        if torch.is_grad_enabled():
-            blocks.append(checkpoint(block, part, k, v, start, use_reentrant=False, preserve_rng_state=False))
-        else:
-            blocks.append(block(part, k, v, start))
+    blocks = [recomputed(block, q[:, :, at : at + size], k, v, at) for at in range(0, length, size)]
     outs, lses = zip(*blocks, strict=True)
     return torch.cat([out.to(v.dtype) for out in outs], dim=2), torch.cat(lses, dim=2)
 

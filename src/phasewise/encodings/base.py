@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from phasewise.positions import Positions, is_whole
 
@@ -112,6 +114,13 @@ def exact(device: torch.device) -> AbstractContextManager[object]:
     """Where autocast, which would narrow what follows, is off; the meta device has none."""
     available = torch.amp.is_autocast_available(device.type)
     return torch.autocast(device.type, enabled=False) if available else nullcontext()
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """function(*inputs), whose inner values the backward pass makes again; torch.func's derivatives keep them."""
+    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return function(*inputs)
 
 
 def distances(q_at: Positions, k_at: Positions) -> Tensor:

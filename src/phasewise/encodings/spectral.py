@@ -10,9 +10,8 @@ from abc import abstractmethod
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from phasewise.encodings.base import Encoding, angles, products, working_dtype
+from phasewise.encodings.base import Encoding, angles, products, recomputed, working_dtype
 from phasewise.frequencies import Continuous, Frequencies, Geometric, Static
 from phasewise.positions import Positions
 
@@ -114,10 +113,9 @@ class Spectral(Encoding):
             return scores[:, :, 0].unflatten(0, (len(q), queries)).transpose(1, 2)
 
         def part(first: int, last: int) -> Tensor:
-            queries = q[:, :, first:last]
-            if torch.is_grad_enabled():  # else the backward pass would hold the keys turned for every query
-                return checkpoint(some, queries, k, first, use_reentrant=False, preserve_rng_state=False)
-            return some(queries, k, first)
+            return recomputed(
+                some, q[:, :, first:last], k, first
+            )  # it would hold the keys turned for every query
 
         size = max(1, TURNED_AT_ONCE // max(1, k.numel()))
         if size >= length:  # apart, since torch.compile unrolls a loop, and makes one for each length
