@@ -65,12 +65,23 @@ def sum_at(sum_ptr, head, tile, sides, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_raw(x_ptr, x_strides, b, h, tile, T, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The tile that was expanded to polar coordinates; 0 without a KIND."""
+    if KIND is None:
+        return 0
+    else:
+        t = tile * ROWS + tl.arange(0, ROWS)
+        c = tl.arange(0, BLOCK_E // 2)
+        return tl.load(tile_of(x_ptr, x_strides, b, h, t, c), (t < T)[:, None], other=0.0)
+
+
+@triton.jit
 def write(
-    grad, out_ptr, out_strides, x_ptr, x_strides, angle_ptr, angle_row, phase_ptr, phases_ptr, phases_strides,
+    grad, out_ptr, out_strides, x, angle_ptr, angle_row, phase_ptr, phases_ptr, phases_strides,
     b, h, tile, T, E, keep,
     KIND: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """A tile's gradient, or with a KIND that of what was expanded to polar coordinates, and its sum of the phases."""
+    """A tile's gradient, or with a KIND that of x, expanded to polar coordinates, and its sum of the phases."""
     t = tile * ROWS + tl.arange(0, ROWS)
     kind = out_ptr.dtype.element_ty
     if KIND is None:
@@ -86,8 +97,7 @@ def write(
         if phase_ptr is not None:
             angle -= tl.load(phase_ptr + h * D + c)[None, :]
         cos, sin = turn(angle, FAST)
-        x = tl.load(tile_of(x_ptr, x_strides, b, h, t, c), inside, other=0.0).to(tl.float32)
-        mu, slope = magnitude(x, KIND, FAST)
+        mu, slope = magnitude(x.to(tl.float32), KIND, FAST)
         dx = (grad_cos * cos + grad_sin * sin) * slope
         tl.store(tile_of(out_ptr, out_strides, b, h, t, c), dx.to(kind), inside)
         if phase_ptr is not None:
@@ -180,8 +190,9 @@ def key_product_kernel(
             dk = tl.dot(ds, q, dk, input_precision="ieee")
     if sum_ptr is not None:
         tl.store(sum_at(sum_ptr, key_head, tile, sides, SIDE, BLOCK_E), dk, last < sides)
+    x = load_raw(x_ptr, x_strides, b.to(tl.int64), key, tile, T, KIND, SIDE, BLOCK_E)
     write(
-        dk * scale, dk_ptr, dk_strides, x_ptr, x_strides, angle_ptr, angle_row, None, None, None,
+        dk * scale, dk_ptr, dk_strides, x, angle_ptr, angle_row, None, None, None,
         b.to(tl.int64), key, tile, T, E, last == sides, KIND, FAST, SIDE, BLOCK_E,
     )  # fmt: skip
 
@@ -200,6 +211,8 @@ def query_product_kernel(
     b = head // H
     h = head % H
     m = tile * SIDE
+    # On its way while the product is made; a program that makes dk has no registers to spare for it.
+    x = load_raw(x_ptr, x_strides, b.to(tl.int64), h, tile, T, KIND, SIDE, BLOCK_E)
     dq = tl.zeros([SIDE, BLOCK_E], tl.float32)
     for n in tl.range(0, tl.minimum(m + SIDE, T) if CAUSAL else T, BLOCK_N):
         at = block_at(head, n // SIDE, tile, first, blocks, sides, SIDE, CAUSAL)
@@ -207,7 +220,7 @@ def query_product_kernel(
         k = load_tile(k_desc, b, h // GROUP, n)
         dq = tl.dot(ds.T, k, dq, input_precision="ieee")
     write(
-        dq * scale, dq_ptr, dq_strides, x_ptr, x_strides, angle_ptr, angle_row, phase_ptr, phases_ptr, phases_strides,
+        dq * scale, dq_ptr, dq_strides, x, angle_ptr, angle_row, phase_ptr, phases_ptr, phases_strides,
         b.to(tl.int64), h, tile, T, E, True, KIND, FAST, SIDE, BLOCK_E,
     )  # fmt: skip
 
