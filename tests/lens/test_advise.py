@@ -220,6 +220,11 @@ def test_without_a_checkpoint_rates_to_pretrain_with_are_recommended(capsys, tex
         (["--length", "256", "--head-dim", "7"], "give an even number"),
         (["--length", "1000000", "--head-dim", "8"], "needs a document of 1000001 tokens"),
         (["MODEL", "--length", "256", "--data", "text:BINARY"], "is binary"),
+        (["MODEL", "--length", "256", "--tokens", "0"], "tokens must be at least 1"),
+        (["MODEL", "--length", "256", "--examples", "-1"], "examples must be at least 0"),
+        (["MODEL", "--length", "256", "--seed", "-1"], "seed must be at least 0"),
+        (["MODEL", "--length", "256", "--tokenizer", ""], "no tokenizer ''; give"),
+        (["--length", "256", "--head-dim", "8", "--tokenizer", ""], "no tokenizer ''; give"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, said, capsys, tmp_path, text):
@@ -236,7 +241,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(arguments, said, capsys
     }
     given = [names.get(argument, argument) for argument in arguments]
     data = [] if "--data" in given else ["--data", text]
-    code, out, error = run(capsys, *given, *data, *QUICK)
+    code, out, error = run(capsys, *QUICK, *given, *data)
     assert (code, out) == (2, "")
     assert error.count("\n") == 1
     assert said in error

@@ -70,6 +70,7 @@ def test_json_is_the_one_thing_on_stdout_with_or_without_a_folder(capsys, tmp_pa
         (["MODEL", "--trained-length", str(10**23)], "trained_length must be at least 1 and at most"),
         (["MODEL", "--trained-length", "0"], "trained_length must be at least 1"),
         (["MODEL", "--tokens", "1"], "tokens must be at least 2"),
+        (["MODEL", "--tokenizer", ""], "no tokenizer ''; give"),
         (["NOPE"], "no frequencies and no phases (nope)"),
         (["MODEL", "--out", "MODEL"], "already exists: choose another folder"),
     ],

@@ -63,7 +63,7 @@ def _pretraining(options: Any, stop: Callable[[], bool]) -> Report:
 
     if options.head_dim is None:
         raise ValueError("give a checkpoint, or --head-dim for advice on pretraining")
-    corpus = load(options.data, tokenizer=options.tokenizer or "bytes")
+    corpus = load(options.data, tokenizer="bytes" if options.tokenizer is None else options.tokenizer)
     found = plan(
         corpus, length=options.length, head_dim=options.head_dim, console=Console(stderr=True), stop=stop
     )

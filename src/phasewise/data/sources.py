@@ -127,7 +127,7 @@ def load_for(folder: str | Path, name: str, *, tokenizer: str | None = None) -> 
 
     Raises ValueError as `load`, `tokenizer_of` and `require_tokenizer_of` do.
     """
-    corpus = load(name, tokenizer=tokenizer or tokenizer_of(folder, name))
+    corpus = load(name, tokenizer=tokenizer_of(folder, name) if tokenizer is None else tokenizer)
     require_tokenizer_of(folder, corpus)
     return corpus
 

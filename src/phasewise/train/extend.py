@@ -108,7 +108,7 @@ def _prepare(recipe: ExtendRecipe, out: Path, processes: Processes) -> "_Work":
             f"length {recipe.length[0]} is not above {present.length}, at which {folder} was trained: "
             "choose a longer one"
         )
-    tokenizer = recipe.tokenizer or tokenizer_of(folder, recipe.data)
+    tokenizer = tokenizer_of(folder, recipe.data) if recipe.tokenizer is None else recipe.tokenizer
     corpus = load(recipe.data, tokenizer=tokenizer)
     if corpus.task is not None:
         raise ValueError(f"{corpus.name} has examples of one length: choose a corpus of documents")

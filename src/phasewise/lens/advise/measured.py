@@ -15,6 +15,7 @@ from phasewise.evaluate.retrieval import Needle, Retrieval, passkeys, retrieve
 from phasewise.frequencies import AnyFrequencies
 from phasewise.hf.language_model import LanguageModel
 from phasewise.lens.spectrum import Values
+from phasewise.model.reading import require_count
 
 LEAST_TOKENS = 16_384
 BATCH_TOKENS = 16_384
@@ -29,6 +30,8 @@ class Trial:
 
     tokens: scored at each length, the same ones; None: as many as the wanted length, at least 16 384.
     examples: passkeys at each length and depth; 0 leaves retrieval out.
+
+    Raises ValueError for counts and seeds below these.
     """
 
     split: str = "test"
@@ -36,6 +39,13 @@ class Trial:
     tokens: int | None = None
     examples: int = 4
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            require_count("tokens", self.tokens)
+        require_count("examples", self.examples, least=0)
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, but is {self.seed}")
 
 
 class Measured(Values):
