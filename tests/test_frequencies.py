@@ -361,6 +361,44 @@ def test_a_bad_field_is_named_with_its_value_and_the_remedy(rule, fields, messag
         rule(**fields)
 
 
+FURTHEST = {"base": 1e100, "factor": 2.0**62, "original_length": 1}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Geometric(base=1e308),
+        Linear(base=1e308, factor=2.0**62),
+        NTK(base=1e100, factor=2.0**62),
+        DynamicNTK(**FURTHEST),
+        YaRN(**FURTHEST, mscale=1e100, mscale_all_dim=1e-100, beta_fast=1e100, beta_slow=1e-100),
+        YaRN(**{**FURTHEST, "original_length": 2**62}, attention=1e100),
+        DynamicYaRN(base=1e308, original_length=1),
+        LongRoPE(**{**FURTHEST, "original_length": 2}, short_factor=[1e100] * 2, long_factor=[1e-100] * 2),
+        Llama3(**{**FURTHEST, "original_length": 2**62}, low_freq_factor=1e-100, high_freq_factor=1e100),
+        Proportional(base=1e308, fraction=1.0, factor=2.0**62),
+        Explicit(values=[1e100, 0.0], attention=1e100),
+    ],
+)
+def test_the_furthest_settings_give_finite_rates_and_what_lies_beyond_is_refused(rule):
+    for length in (1, 2, 2**62):
+        assert rule.rates(2, length=length).isfinite().all()
+        assert math.isfinite(rule.attention_factor(2, length=length) ** 2)
+    with pytest.raises(ValueError, match=r"length is .*from 1 to 2\^62"):
+        rule.rates(2, length=2**62 + 1)
+    for name, value in rule:
+        if isinstance(value, tuple | float | int) and not isinstance(value, bool) and name != "fraction":
+            beyond = (
+                (math.inf,) * 2
+                if isinstance(value, tuple)
+                else math.inf
+                if isinstance(value, float)
+                else 2**63
+            )
+            with pytest.raises(ValueError, match=f"{name} is .*; (give|list)"):
+                type(rule)(**{**dict(rule), name: beyond})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

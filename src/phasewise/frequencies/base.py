@@ -28,23 +28,37 @@ def _listing(condition: Callable[[float], bool], remedy: str) -> AfterValidator:
     return _where(lambda values: len(values) > 0 and all(map(condition, values)), remedy)
 
 
+LONGEST = 2**62  # positions are int64
+SMALLEST, LARGEST = 1e-100, 1e100  # what rules make of these is finite in float64
+
 Base = Annotated[float, _where(lambda base: 1 < base < math.inf, "give a finite base above 1, as 10000.0")]
-Factor = Annotated[
-    float, _where(lambda x: 1 <= x < math.inf, "give wanted / original length, finite, at least 1")
+Stretched = Annotated[
+    float, _where(lambda base: 1 < base <= LARGEST, "give a base above 1, 1e100 at most, as 10000.0")
 ]
-Length = Annotated[int, _where(lambda x: x >= 1, "give the number of positions trained on, at least 1")]
-Positive = Annotated[float, _where(lambda x: 0 < x < math.inf, "give a finite number above 0")]
+Factor = Annotated[
+    float, _where(lambda x: 1 <= x <= LONGEST, "give wanted / original length, from 1 to 2^62")
+]
+Length = Annotated[
+    int, _where(lambda x: 1 <= x <= LONGEST, "give the number of positions trained on, from 1 to 2^62")
+]
+Positive = Annotated[
+    float, _where(lambda x: SMALLEST <= x <= LARGEST, "give a finite number above 0, from 1e-100 to 1e100")
+]
 Share = Annotated[float, _where(lambda x: 0 <= x <= 1, "give a share of the channels, from 0 to 1")]
 Divisors = Annotated[
     tuple[float, ...],
     Field(strict=False),
-    _listing(lambda x: 0 < x < math.inf, "list one finite number above 0 for each channel"),
+    _listing(
+        lambda x: SMALLEST <= x <= LARGEST,
+        "list one finite number above 0 for each channel, from 1e-100 to 1e100",
+    ),
 ]
 Rates = Annotated[
     tuple[float, ...],
     Field(strict=False),
     _listing(
-        lambda x: 0 <= x < math.inf, "list finite radians per position, none below 0, one for each channel"
+        lambda x: 0 <= x <= LARGEST,
+        "list finite radians per position, from 0 to 1e100, one for each channel",
     ),
 ]
 
@@ -186,8 +200,8 @@ def _require_channels(n: int) -> None:
 
 
 def _served(rule: Frequencies, length: int | None) -> int:
-    if not isinstance(length, int) or length < 1:
+    if not isinstance(length, int) or not 1 <= length <= LONGEST:
         raise ValueError(
-            f"length is {length!r}; {type(rule).__name__} takes the number of positions served, from 1"
+            f"length is {length!r}; {type(rule).__name__} takes the number of positions served, from 1 to 2^62"
         )
     return length

@@ -25,6 +25,7 @@ from phasewise.frequencies.base import (
     Rates,
     Share,
     Static,
+    Stretched,
 )
 
 
@@ -74,7 +75,7 @@ class NTK(Unweighted):
     """
 
     kind: Literal["ntk"] = "ntk"
-    base: Base
+    base: Stretched
     factor: Factor
 
     def geometric(self, n: int) -> Geometric:
@@ -96,7 +97,7 @@ class DynamicNTK(Continuous):
     """
 
     kind: Literal["dynamic_ntk"] = "dynamic_ntk"
-    base: Base
+    base: Stretched
     factor: Factor
     original_length: Length
 
