@@ -1,5 +1,7 @@
 """Without a GPU the kernels run in Triton's interpreter, which must be chosen before anything imports triton."""
 
+import fcntl
+import gc
 import os
 import shutil
 
@@ -26,6 +28,18 @@ if not torch.cuda.is_available():
 def pytest_runtest_setup(item):
     """A test draws the same from the global generator in any order and any selection."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def tens_of_gigabytes(tmp_path_factory):
+    """For tests that take much of a GPU's memory: one at a time, of all processes that share the tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    with open(folder / "tens-of-gigabytes.lock", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")

@@ -395,6 +395,7 @@ def test_angles_hold_over_many_tiles(name):
     holds(Case(keys=300_000, heads=4, width=64, v_width=64, dtype=torch.float16), name)
 
 
+@pytest.mark.usefixtures("tens_of_gigabytes")
 @GPU
 def test_a_cache_beyond_two_to_the_31_elements_is_read_to_its_end():
     q = torch.full((1, 1, 1, 64), 8.0, device=DEVICE, dtype=torch.bfloat16)

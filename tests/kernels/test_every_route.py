@@ -275,7 +275,10 @@ def test_gradients_of_pope_made_in_halves_are_those_made_at_once(case, monkeypat
     whole = fused(case, inputs)
     monkeypatch.setattr(library, "LARGE", 0)
     halves = fused(case, inputs)
-    assert all(torch.equal(halves[name], whole[name]) for name in whole)
+    for name, right in whole.items():
+        # A GPU's compiler contracts products in programs of one head as it pleases, the interpreter does not.
+        roundings = 8 * torch.finfo(right.dtype).eps * right.abs().max() if GPU else 0.0
+        assert (halves[name] - right).abs().max() <= roundings, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -315,20 +318,20 @@ def test_a_graph_replayed_on_new_inputs_gives_their_output_and_gradients(name, i
             assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
 
 
+@pytest.mark.usefixtures("tens_of_gigabytes")
 @on_gpu
 def test_rows_beyond_two_to_the_31_elements_have_their_own_output_and_gradients():
     """One test for all, as each takes some 50 GiB."""
     rows, length, heads, width = 1025, 1024, 16, 128
     tensors = drawn(rows, length, heads, width)
     assert tensors[0].numel() > 2**31
-    last = [x[-2:].clone() for x in tensors]
+    some = 256  # enough rows to be prepared as all of them are, and so to have the same bits
+    last = [x[-some:].clone() for x in tensors]
     for name, impl in ROUTES:
         encoding = encoding_of(name, heads, width)
-        whole = [x[-2:].clone() for x in trained(tensors, encoding, impl)[:4]]
+        whole = [x[-some:].clone() for x in trained(tensors, encoding, impl)[:4]]
         for ours, right in zip(whole, trained(last, encoding, impl)[:4], strict=True):
             assert torch.equal(ours, right), (name, impl)
-    del tensors
-    torch.cuda.empty_cache()
 
 
 @on_gpu

@@ -92,6 +92,7 @@ def test_gpu_backward_repeats_its_bits(body, width):
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
+@pytest.mark.usefixtures("tens_of_gigabytes")
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_gpu_tensors_past_2_to_the_31_elements():

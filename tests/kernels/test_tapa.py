@@ -431,6 +431,7 @@ def test_a_cuda_graph_replays_it():
     assert torch.equal(out, expected)
 
 
+@pytest.mark.usefixtures("tens_of_gigabytes")
 @pytest.mark.skipif(not GPU, reason="needs tens of gigabytes of a GPU")
 def test_tensors_beyond_two_to_the_31_elements_are_addressed_right():
     shape = (129, 16, 4096, 256)
