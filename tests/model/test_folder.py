@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from phasewise import record
 from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
-from phasewise.model.folder import CONFIG, WEIGHTS, inside, load, save
+from phasewise.model.folder import CONFIG, WEIGHTS, inside, lacking, load, save
 from tests.model.small import model_of, tokens_of
 
 
@@ -83,6 +83,14 @@ def test_a_folder_without_a_whole_model_is_refused(tmp_path):
     (tmp_path / WEIGHTS).unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         load(tmp_path)
+
+
+def test_of_a_run_of_several_trainings_their_folders_are_named(tmp_path):
+    assert lacking(tmp_path) == f"{tmp_path} has no config.json; give the folder of a checkpoint"
+    for name in ("rope-seed0", "pope-seed0"):
+        save(model_of(NoPEConfig()), tmp_path / "runs" / name / "model")
+    runs = tmp_path / "runs"
+    assert lacking(tmp_path).endswith(f"a checkpoint, as {runs / 'pope-seed0'} or {runs / 'rope-seed0'}")
 
 
 def test_a_damaged_config_and_weights_that_do_not_fit_are_refused(tmp_path):

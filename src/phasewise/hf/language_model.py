@@ -148,7 +148,7 @@ def is_hugging_face(folder: Path) -> bool:
     if not config.is_file():
         if any(folder.glob("*.gguf")):
             return True
-        raise ValueError(f"{folder} has no {own.CONFIG}; give the folder of a checkpoint")
+        raise ValueError(own.lacking(folder))
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

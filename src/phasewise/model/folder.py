@@ -26,6 +26,12 @@ def inside(folder: str | Path) -> Path:
     return inner if not (folder / CONFIG).exists() and (inner / CONFIG).exists() else folder
 
 
+def lacking(folder: Path) -> str:
+    """What to say of a folder without a model: that it has none, and of a run of several trainings, where they are."""
+    below = sorted(str(path.parents[1]) for path in folder.glob(f"runs/*/{MODEL}/{CONFIG}"))
+    return f"{folder} has no {CONFIG}; give the folder of a checkpoint{', as ' * bool(below)}{' or '.join(below)}"
+
+
 def save(model: Transformer, folder: str | Path) -> None:
     """Write the model to `folder`, making it; what is there afterwards is a whole model, old or new.
 

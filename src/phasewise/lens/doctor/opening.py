@@ -135,7 +135,7 @@ def _own_patient(model: Transformer, trained_length: int | None) -> OwnPatient:
 def read_config(path: Path) -> dict[str, Any]:
     """The config at `path`; ValueError for what is none."""
     if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; give the folder of a checkpoint")
+        raise ValueError(own_folder.lacking(path.parent))
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
