@@ -13,6 +13,7 @@ def document(values, processes, **recipe):
         "device": "a GPU",
         "versions": {"torch": "2.0"},
         "commit": "0123456789abcdef",
+        "date": "2026-01-01T00:00:00+00:00",
     }
 
 
@@ -65,6 +66,17 @@ def test_shared_rows_show_how_far_their_losses_are_from_one_gpus():
     table = context_table([one, document([shared(2, 150.0, [2.0, 4.004])], 2, **recipe)])
     assert cells(table, 1)[3:] == ["150", "75.0%", "10.0%", "3.0 GiB", "0e+00", "0e+00", "1e-03"]
     assert cells(table, 2)[3] == "does not fit"
+
+
+def test_an_encoding_that_was_measured_again_is_shown_from_that_commit_alone():
+    recipe = {"model": {"layers": 1, "width": 8, "heads": 2}, "timed": 1, "warm_up": 1}
+    other = shared(1, 80.0, [2.0, 4.0])
+    other["case"] = {**other["case"], "encoding": "tapa"}
+    early = document([shared(1, 100.0, [2.0, 4.0]), other], 1, **recipe)
+    again = {**document([shared(1, 120.0, [2.0, 4.0])], 1, **recipe), "commit": "fedcba98765432"}
+    table = context_table([{**again, "date": "2026-01-02T00:00:00+00:00"}, early])
+    assert [cells(table, row)[1:4] for row in (0, 1)] == [["rope", "1", "120"], ["tapa", "1", "80"]]
+    assert "commit 0123456789 and fedcba9876" in table
 
 
 def test_resumed_losses_are_held_against_both_runs():
