@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.readme_figure import with_table
+from experiments.readme_figure import measured_on, with_table
 from phasewise.figures import figure
 
 ROOT = Path(__file__).parent.parent
@@ -42,13 +42,12 @@ def table(document: dict[str, Any]) -> str:
             ]
         lines.append("| " + " | ".join(map(str, [*cells, f"{row['peak_bytes'] / 2**20:.0f}"])) + " |")
     recipe = document["recipe"]
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     note = f"; {recipe['note']}" if "note" in recipe else ""
     lines += [
         "",
         f"Median (quartiles) of {recipe['samples']}; {recipe['what']}; {recipe['heads']} heads, "
         f"{recipe['tokens']:,} tokens in all, causal. Ratios are to plain {BASELINE} in the same run. "
-        f"{document['device']}, commit {document['commit'][:10]}, {versions}{note}.",
+        f"{measured_on(document)}{note}.",
     ]
     return "\n".join(lines)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.readme_figure import with_table
+from experiments.readme_figure import measured_on, with_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "attention.md"
 MARKER = "decode"
@@ -30,12 +30,11 @@ def table(document: dict[str, Any]) -> str:
         ]
         shares = ", ".join("" if row is None else f"{row['share_of_copy']:.2f}" for row in here)
         lines.append(f"| {width} | {subject} | {' | '.join(times)} | {shares} |")
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     lines += [
         "",
         f"Median (quartiles) of {recipe['samples']}; {recipe['what']}; {recipe['rows']} rows, "
         f"{recipe['heads']} query and {recipe['key_heads']} key heads. A share is of {recipe['bytes']}. "
-        f"{document['device']}, commit {document['commit'][:10]}, {versions}.",
+        f"{measured_on(document)}.",
     ]
     return "\n".join(lines)
 

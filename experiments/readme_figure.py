@@ -71,6 +71,12 @@ def with_table(page: str, table: str, marker: str) -> str:
     return f"{before}{first}\n{table}\n{last}{after}"
 
 
+def measured_on(document: dict[str, Any]) -> str:
+    """The device, commit and versions of a record."""
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return f"{document['device']}, commit {document['commit'][:10]}, {versions}"
+
+
 def main(report: Path) -> None:
     document = json.loads(report.read_text())
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
