@@ -82,6 +82,7 @@ class Selection:
 
 def measure(width: int, length: int, selection: Selection) -> list[dict[str, object]]:
     """One row per subject at a width and a length."""
+    torch.compiler.reset()  # a compiled function serves a few sizes only
     rows = TOKENS // length
     inputs, gradient = draw(width, length, rows)
     forward, both, found = {}, {}, {}
@@ -140,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     selection = Selection(tuple(options.only), tuple(options.without))
     errors = {}
     for width in options.widths:
+        torch.compiler.reset()
         for subject in selection.of(width, GATE_LENGTH):
             errors[f"{subject.name} {width}"] = gate(subject, width)
     print(f"gate: {len(errors)} implementations within bounds")

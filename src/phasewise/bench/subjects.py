@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
+from phasewise.encodings import TAPA, ALiBi, Encoding, NoPE, PoPE, RoPE
 from phasewise.encodings.base import angles
 from phasewise.frequencies import Geometric
 from phasewise.kernels import separable, tapa
@@ -18,6 +19,8 @@ from phasewise.kernels.library import BODIES, Body
 from phasewise.positions import Positions
 
 HEADS = 16
+VIEW: dict[str, Any] = {"causal": True, "window": None}
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,20 +29,31 @@ class Subject:
 
     name: str
     encoding: Encoding
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    run: Run
     qk_width: int
     leaves: tuple[Tensor, ...] = ()
 
 
 def subjects(width: int, length: int) -> Iterator[Subject]:
-    """What is installed, for heads of `width` and sequences of `length`: each a causal attention on this GPU."""
-    scale = width**-0.5
-    flash = installed("flash-attn-4")
-    bodies: list[Body] = [body for body in BODIES if body != "flash" or flash]
-    index = torch.arange(length, device="cuda")[None]
+    """What is installed, for heads of `width` and sequences of `length`: each a causal attention on this GPU.
 
-    def flash_attention_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    Plain attention is NoPE's. FlexAttention has no TAPA: it hands out finished scores, and TAPA's are two products.
+    """
+    flex = compiled_flex(length)
+    yield from others_plain(width)
+    yield from plain(width)
+    yield Subject("plain flex", NoPE(), compiled(partial(flex, scale=width**-0.5)), width)
+    for encoding in (RoPE(head_dim=width), PoPE(num_heads=HEADS, head_dim=width, phase_init="uniform")):
+        yield from prepared(encoding.cuda(), width, length, flex)
+    yield from sloped(width, flex)
+    yield from joint(width, length)
+
+
+def others_plain(width: int) -> Iterator[Subject]:
+    """Plain attention as others have it."""
+
+    def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
             return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def flash_attn_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -48,53 +62,82 @@ def subjects(width: int, length: int) -> Iterator[Subject]:
         out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-    def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    yield Subject("plain flash-attention-2", NoPE(), flash_attention_2, width)
-    yield Subject("plain sdpa-cudnn", NoPE(), sdpa_cudnn, width)
-    if flash:
-        # As its users call it: the backward adds atomically. "plain flash" below is its deterministic mode.
+    yield Subject("plain flash-attention-2", NoPE(), partial(sdpa, SDPBackend.FLASH_ATTENTION), width)
+    yield Subject("plain sdpa-cudnn", NoPE(), partial(sdpa, SDPBackend.CUDNN_ATTENTION), width)
+    if installed("flash-attn-4"):
+        # As its users call it: the backward adds atomically. "plain flash" is its deterministic mode.
         yield Subject("plain flash-attn-4", NoPE(), flash_attn_4, width)
-    for body in bodies:
-        run = partial(separable.attend, scale=scale, causal=True, window=None, body=body)
-        yield Subject(f"plain {body}", NoPE(), lambda q, k, v, run=run: run(q, k, v)[0], width)
-    flex = compiled_flex(length)
-    yield Subject("plain flex", NoPE(), partial(flex, scale=scale), width)
-    rope = RoPE(head_dim=width).cuda()
-    angle = angles(index, Geometric(base=10_000.0).rates(width // 2, device="cuda"))
-    for body in bodies:
-        turn = partial(separable.rope, scale=scale, causal=True, window=None, body=body)
+
+
+def bodies() -> list[Body]:
+    """Bodies of ours that can run here."""
+    return [body for body in BODIES if body != "flash" or installed("flash-attn-4")]
+
+
+def output(attend: Callable[..., tuple[Tensor, Tensor]], *between: Any, **settings: Any) -> Run:
+    """The output alone of `attend(q, k, v, *between, **settings)`."""
+    return lambda q, k, v: attend(q, k, v, *between, **settings)[0]
+
+
+def plain(width: int) -> Iterator[Subject]:
+    """NoPE by each body of ours."""
+    for body in bodies():
         yield Subject(
-            f"rope {body}", rope, lambda q, k, v, run=turn: run(q, k, v, angle, angle, 1.0)[0], width
+            f"plain {body}", NoPE(), output(separable.attend, scale=width**-0.5, body=body, **VIEW), width
         )
-    pope = PoPE(num_heads=HEADS, head_dim=width, phase_init="uniform").cuda()
-    wide = angles(index, Geometric(base=10_000.0).rates(width, device="cuda"))
-    for body in bodies:
-        expand = partial(
-            separable.pope, magnitude="softplus", scale=scale, causal=True, window=None, body=body
-        )
-        yield Subject(
-            f"pope {body}",
-            pope,
-            lambda q, k, v, run=expand: run(q, k, v, wide, wide, pope.phase)[0],
-            2 * width,
-            (pope.phase,),
-        )
-    yield Subject("pope flex", pope, partial(_through_factors, pope, flex), 2 * width, (pope.phase,))
-    if installed("PoPE-pytorch"):
-        yield Subject("pope PoPE-pytorch", pope, _peer(pope, length), 2 * width, (pope.phase,))
-    joint = TAPA(head_dim=width, alpha=0.1)
-    view = {"amplitude_dim": joint.amplitude_dim, "causal": True, "window": None}
+
+
+def prepared(
+    encoding: RoPE | PoPE, width: int, length: int, flex: Callable[..., Tensor] | None = None
+) -> Iterator[Subject]:
+    """An encoding of queries and keys by each body of ours, by `flex`, and PoPE by PoPE-pytorch."""
+    turns = angles(
+        torch.arange(length, device="cuda")[None],
+        Geometric(base=10_000.0).rates(encoding.channels, device="cuda"),
+    )
+    settings: dict[str, Any] = {"scale": width**-0.5, **VIEW}
+    if isinstance(encoding, PoPE):
+        attend, leaves, qk_width = separable.pope, (encoding.phase,), 2 * width
+        settings["magnitude"] = "softplus"
+        between = (turns, turns, encoding.phase)
+    else:
+        attend, leaves, qk_width = separable.rope, (), width
+        between = (turns, turns, 1.0)
+    kind = encoding.kind
+    for body in bodies():
+        run = output(attend, *between, body=body, **settings)
+        yield Subject(f"{kind} {body}", encoding, run, qk_width, leaves)
+    if flex is not None:
+        run = compiled(partial(_through_factors, encoding, flex))
+        yield Subject(f"{kind} flex", encoding, run, qk_width, leaves)
+    if isinstance(encoding, PoPE) and installed("PoPE-pytorch"):
+        yield Subject("pope PoPE-pytorch", encoding, _peer(encoding, length), qk_width, leaves)
+
+
+def sloped(width: int, flex: Callable[..., Tensor]) -> Iterator[Subject]:
+    """ALiBi by our kernel, and as a score that `flex` changes."""
+    encoding = ALiBi(num_heads=HEADS)
+    slopes = encoding.slopes(device=torch.device("cuda"))
+    run = output(separable.attend, scale=width**-0.5, slopes=slopes, body="triton", **VIEW)
+    yield Subject("alibi triton", encoding, run, width)
+
+    def nearer(score: Tensor, _row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score - slopes[head] * (query - key).abs()
+
+    yield Subject("alibi flex", encoding, compiled(partial(flex, score_mod=nearer, scale=width**-0.5)), width)
+
+
+def joint(width: int, length: int) -> Iterator[Subject]:
+    """TAPA by each body of ours."""
+    encoding = TAPA(head_dim=width, alpha=0.1)
+    view = {"amplitude_dim": encoding.amplitude_dim, **VIEW}
     refused = tapa.flash_unsupported(
         device="cuda", capability=torch.cuda.get_device_capability(), dtype=torch.bfloat16, qk_width=width,
         v_width=width, queries=length, keys=length, phase="quadratic", placed=False, **view,
     )  # fmt: skip
-    joint_bodies: tuple[tapa.Body, ...] = ("triton",) if refused else ("triton", "flash")
-    for body in joint_bodies:
-        mix = partial(tapa.attend, alpha=0.1, body=body, **view)
-        yield Subject(f"tapa {body}", joint, lambda q, k, v, run=mix: run(q, k, v)[0], width)
+    tapa_bodies: tuple[tapa.Body, ...] = ("triton",) if refused else ("triton", "flash")
+    for body in tapa_bodies:
+        yield Subject(f"tapa {body}", encoding, output(tapa.attend, alpha=0.1, body=body, **view), width)
 
 
 def installed(package: str) -> bool:
@@ -103,14 +146,19 @@ def installed(package: str) -> bool:
 
 
 def compiled_flex(length: int) -> Callable[..., Tensor]:
-    """torch's FlexAttention, compiled, causal at `length`: `(q, k, v, scale=...)`."""
+    """torch's FlexAttention, causal at `length`, to be compiled: `(q, k, v, score_mod=..., scale=...)`."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def causal(_row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
     mask = create_block_mask(causal, None, None, length, length, device="cuda")
-    return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+    return partial(flex_attention, block_mask=mask)
+
+
+def compiled(run: Run) -> Run:
+    """`run` as torch.compile makes it for the sizes it meets: what a user without our kernels has."""
+    return torch.compile(run, dynamic=False, fullgraph=True)
 
 
 def _through_factors(
@@ -123,7 +171,7 @@ def _through_factors(
     return run(*(x.to(v.dtype) for x in factors), v, scale=q.shape[3] ** -0.5)
 
 
-def _peer(pope: PoPE, length: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _peer(pope: PoPE, length: int) -> Run:
     """PoPE-pytorch's fused attention with our phases; its angles are float32 products."""
     from PoPE_pytorch import flash_attn_with_pope  # pyright: ignore[reportMissingImports]
 
