@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from phasewise.blocked import causal_blocked
 from phasewise.encodings import ALiBi
 from phasewise.encodings.base import Encoding, exact
-from phasewise.fused import BODIES, Call, Hardware, decode_obstacle, decoded, fused, obstacle
+from phasewise.fused import Call, Hardware, bodies, decode_obstacle, decoded, fused, obstacle
 from phasewise.positions import Positions, check_view, check_window, visible
 from phasewise.reference import reference
 
@@ -153,8 +153,9 @@ def choose(
     """What `attention` with these arguments runs, and why; a pure function of sizes, dtypes and hardware.
 
     On a CUDA device auto takes triton for up to 16 queries on 16 keys each or more, unless a gradient is
-    asked for, then the first that runs of flash, cudnn and triton; otherwise sdpa where the scores separate or
-    add a bias; otherwise the reference, which it refuses above 2^28 pairs of a query and a key.
+    asked for, then the first that runs of flash, cudnn and triton, in the order that the launch table has for the
+    device, dtype, widths and length; otherwise sdpa where the scores separate or add a bias; otherwise the
+    reference, which it refuses above 2^28 pairs of a query and a key.
     `hardware` asks about another machine than the one q is on. Works on meta tensors.
 
     Raises ValueError where `attention` would.
@@ -184,10 +185,12 @@ def _choose(call: Call, impl: Implementation, return_lse: bool, hardware: Hardwa
     if hardware.device == "cuda":
         if decode_obstacle(call, hardware) is None:
             return Choice("triton", DECODED)
-        for body in BODIES:
+        order = bodies(call, hardware)
+        for body in order:
             reason = obstacle(call, body, hardware)
             if reason is None:
-                return Choice(body, "; ".join(["the fastest that runs this", *passed_over]))
+                first = f"the first that runs this of {', '.join(order)}, fastest first by the launch table"
+                return Choice(body, "; ".join([first, *passed_over]))
             passed_over.append(reason)
     reason = _sdpa_obstacle(call, return_lse)
     if reason is None:

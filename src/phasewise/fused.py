@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,28 +18,29 @@ from phasewise.encodings.base import Encoding
 from phasewise.encodings.spectral import Spectral
 from phasewise.frequencies import Static
 from phasewise.kernels import decode, separable, tapa
-from phasewise.kernels.hardware import capability
+from phasewise.kernels.hardware import capability, name_of
+from phasewise.kernels.table import ranked
 from phasewise.positions import Positions
 
 Body = Literal["flash", "cudnn", "triton"]
-BODIES: tuple[Body, ...] = (
-    "flash",
-    "cudnn",
-    "triton",
-)  # fastest first, where each runs: see docs/attention.md
+BODIES: dict[str, Body] = {name: name for name in get_args(Body)}
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where a call would run: a device type and, for CUDA, its compute capability."""
+    """Where a call would run: a device type and, for CUDA, its compute capability and its name, as the driver has it.
+
+    The launch table knows devices by name; one without takes what serves any.
+    """
 
     device: str
     capability: tuple[int, int] | None = None
 
     @classmethod
+    name: str | None = None
     def of(cls, tensor: Tensor) -> Hardware:
         """The hardware that `tensor` is on."""
-        return cls(tensor.device.type, capability(tensor.device))
+        return cls(tensor.device.type, capability(tensor.device), name_of(tensor.device))
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,13 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
 
 def fused(call: Call, body: Body) -> tuple[Tensor, Tensor]:
     """The output [B, Hq, T, Dv] and log-sum-exp [B, Hq, T] of a call that `body` has no obstacle to."""
+def bodies(call: Call, hardware: Hardware) -> list[Body]:
+    """The fused kernels in the order in which auto tries them: rows of the launch table, as measured."""
+    kernel = "tapa.forward.body" if isinstance(call.encoding, TAPA) else "separable.forward.body"
+    sizes = {"qk": _width(call), "v": call.v.shape[-1], "length": call.k.shape[2]}
+    return [BODIES[name] for name in ranked(kernel, hardware.name, call.q.dtype, **sizes)]
+
+
     return _ROUTES[type(call.encoding)](call, body)
 
 

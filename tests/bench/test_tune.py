@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.bench import tune
-from phasewise.kernels import tiles
+from phasewise.kernels import table
 
 
 def row(**changes):
@@ -18,7 +18,7 @@ def row(**changes):
 
 def test_a_row_takes_the_place_of_its_predecessor_and_nothing_else_changes(tmp_path):
     path = tmp_path / "launch.json"
-    before = dict(tiles.launch_table())
+    before = dict(table.launch_table())
     path.write_text(json.dumps(before))
     tune.write(row(), path)
     tune.write(row(meta={"BLOCK_M": 32}), path)
@@ -28,12 +28,12 @@ def test_a_row_takes_the_place_of_its_predecessor_and_nothing_else_changes(tmp_p
 
 
 def test_a_row_on_trial_wins_over_the_table_and_leaves_it_as_it_was():
-    before = list(tiles.launch_table()["rows"])
+    before = list(table.launch_table()["rows"])
     x = torch.zeros(1)
     trial = row(device="cpu", dtype="float32", meta={"BLOCK_M": 128})
-    with tune._first(tiles.launch_table()["rows"], trial):
-        assert tiles.launch("tapa.forward", x, qk=64, v=64, length=9) == {"BLOCK_M": 128}
-    assert tiles.launch_table()["rows"] == before
+    with tune._first(table.launch_table()["rows"], trial):
+        assert table.launch("tapa.forward", x, qk=64, v=64, length=9) == {"BLOCK_M": 128}
+    assert table.launch_table()["rows"] == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

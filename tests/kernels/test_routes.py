@@ -19,6 +19,7 @@ from phasewise import (
 )
 from phasewise.attention import IMPLEMENTATIONS
 from phasewise.fused import Hardware
+from phasewise.kernels import table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -147,6 +148,39 @@ def test_auto_names_what_it_passed_over():
     assert chosen("rope", HOPPER, dtype=torch.float64).impl == "sdpa"
     assert chosen("tapa", HOPPER, dtype=torch.float64).impl == "reference"
     assert chosen("rope", Hardware("cpu")).impl == "sdpa"
+
+
+@pytest.fixture
+def two_orders(monkeypatch):
+    """Rows that put our kernels before cuDNN's on "a GPU", at 64 channels and up to 128 keys."""
+    common = {"kernel": "separable.forward.body", "dtype": "bfloat16", "qk": 64, "v": 64}
+    rows = [
+        {**common, "device": "a GPU", "length": 128, "meta": {"order": ["triton", "cudnn"]}},
+        {**common, "device": "a GPU", "length": None, "meta": {"order": ["cudnn", "triton"]}},
+        *table.launch_table()["rows"],
+    ]
+    monkeypatch.setattr(table, "launch_table", lambda: {"rows": rows})
+    table.forget_choices()
+    yield
+    table.forget_choices()
+
+
+@pytest.mark.usefixtures("two_orders")
+def test_the_launch_table_orders_the_bodies_by_device_widths_and_length():
+    here = Hardware("cuda", (9, 0), "a GPU")
+
+    def impl(length: int = 128, hardware: Hardware = here, width: int = 64, **options):
+        q = torch.empty(1, 2, length, width, device="meta", dtype=torch.bfloat16)
+        return choose(q, q, q, NoPE(), hardware=hardware, **options)
+
+    assert impl().impl == "triton"
+    assert "of triton, cudnn, fastest first" in impl().reason
+    assert impl(129).impl == "cudnn"
+    fallen = impl(129, window=5)
+    assert fallen.impl == "triton"
+    assert "cudnn takes no window" in fallen.reason
+    for other in (impl(width=128), impl(hardware=HOPPER), impl(hardware=Hardware("cuda", (9, 0), "another"))):
+        assert other.impl in ("flash", "cudnn")
 
 
 def test_more_rows_than_a_grid_axis_holds_go_to_triton():

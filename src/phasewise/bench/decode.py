@@ -23,7 +23,7 @@ from phasewise.bench.subjects import installed
 from phasewise.bench.timing import IN_TURNS, side_by_side
 from phasewise.bench.tune import Row, Subject, best, write
 from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
-from phasewise.fused import BODIES, Body, Call, Hardware, fused, obstacle
+from phasewise.fused import Call, Hardware, bodies, fused, obstacle
 from phasewise.kernels import separable
 from phasewise.positions import Positions
 from phasewise.record import record
@@ -75,8 +75,8 @@ def _ours(encoding: Encoding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _prepared(encoding: Encoding, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     call = Call(q, k, v, encoding, None, causal=True, window=None, scale=None)
-    bodies: list[Body] = [body for body in BODIES if obstacle(call, body, Hardware.of(q)) is None]
-    return fused(call, bodies[0])[0]
+    here = Hardware.of(q)
+    return fused(call, next(body for body in bodies(call, here) if obstacle(call, body, here) is None))[0]
 
 
 def gate(name: str, encoding: Encoding, run: Run, width: int) -> float:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from phasewise.bench.timing import side_by_side
+from phasewise.kernels import table
+from phasewise.kernels.table import Row
 from phasewise.record import replacing
 
 LENGTH, HEADS, ROWS = 4096, 16, 2
@@ -22,7 +23,6 @@ SIZES: Mapping[str, tuple[int, ...]] = {
     "num_warps": (4, 8),
     "num_stages": (1, 2, 3),
 }
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,6 @@ def candidates() -> Iterator[dict[str, int]]:
 
 def best(subject: Subject, dtype: torch.dtype, metas: Iterable[Mapping[str, int]]) -> Row | None:
     """The row of the fastest of `metas` that gives what the table's does, when it is faster by 2 %."""
-    from phasewise.kernels import tiles
-
     kind = str(dtype).removeprefix("torch.")
     key = {"kernel": subject.kernel, "device": torch.cuda.get_device_name(), "dtype": kind,
            "qk": subject.qk, "v": subject.v, "length": None}  # fmt: skip
@@ -123,7 +121,7 @@ def best(subject: Subject, dtype: torch.dtype, metas: Iterable[Mapping[str, int]
     refused = 0
     for meta in metas:
         row = {**key, "meta": dict(meta)}
-        with _first(tiles.launch_table()["rows"], row):
+        with _first(table.launch_table()["rows"], row):
             try:
                 right = all(_close(*pair) for pair in zip(subject.run(), expected, strict=True))
                 took = _milliseconds(subject)
@@ -155,32 +153,26 @@ def _close(mine: Tensor, right: Tensor) -> bool:
 @contextmanager
 def _first(rows: list[Row], row: Row) -> Iterator[None]:
     """Let `row` be the table's first, so that it wins over equals, for as long as the block lasts."""
-    from phasewise.kernels.tiles import chosen
-
     rows.insert(0, row)
-    chosen.cache_clear()
+    table.forget_choices()
     try:
         yield
     finally:
         rows.remove(row)
-        chosen.cache_clear()
+        table.forget_choices()
 
 
-def write(row: Row, path: Path | None = None) -> None:
+def write(row: Row, path: Path = table.PATH) -> None:
     """Put `row` into the launch table in the place of the one for the same kernel, device, dtype and widths."""
-    from phasewise.kernels import tiles
-
-    path = Path(tiles.__file__).with_name("launch.json") if path is None else path
-    table = json.loads(path.read_text())
+    present = json.loads(path.read_text())
     same = ("kernel", "device", "dtype", "qk", "v", "length")
-    rows = [other for other in table["rows"] if any(other[name] != row[name] for name in same)] + [row]
-    others = {name: value for name, value in table.items() if name != "rows"}
+    rows = [other for other in present["rows"] if any(other[name] != row[name] for name in same)] + [row]
+    others = {name: value for name, value in present.items() if name != "rows"}
     parts = [f'  "{name}": {_lines(value)}' for name, value in {"rows": rows, **others}.items()]
     with replacing(path) as unfinished:
         unfinished.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    if path == Path(tiles.__file__).with_name("launch.json"):
-        tiles.launch_table.cache_clear()
-        tiles.chosen.cache_clear()
+    table.launch_table.cache_clear()
+    table.forget_choices()
 
 
 def _lines(rows: list[Row]) -> str:

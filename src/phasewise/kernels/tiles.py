@@ -1,23 +1,22 @@
-"""What the attention kernels share: places, visibility, tile spans, tensor descriptors and the launch table.
+"""What the attention kernels share: places, visibility, tile spans and tensor descriptors.
 
 Letters: T queries, S keys, BLOCK_M queries and BLOCK_N keys in a tile, i and j the places of a query and of a
 key.
 Log-sum-exps are natural logarithms; a row that sees nothing has `EMPTY_LSE`, which is finite.
 """
 
-import functools
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from phasewise.kernels.table import launch as launch
+from phasewise.kernels.table import launch_table as launch_table
 
 EMPTY_LSE = -1e30
 LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
@@ -272,40 +271,3 @@ def power_of_two(at_least: int) -> int:
 def block_width(width: int) -> int:
     """The power of two, at least 16, that holds a head dimension."""
     return max(16, power_of_two(width))
-
-
-@functools.cache
-def launch_table() -> Mapping[str, Any]:
-    """The committed launch table."""
-    return json.loads(Path(__file__).with_name("launch.json").read_text())
-
-
-def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str, Any]:
-    """Meta-parameters of `kernel` for tensors like x, from the committed table.
-
-    A row serves widths and lengths up to its own; the tightest wins, one of this device before one of any.
-    """
-    return dict(chosen(kernel, x.device, x.dtype, qk, v, length))
-
-
-@functools.lru_cache(maxsize=4096)
-def chosen(
-    kernel: str, on: torch.device, kind: torch.dtype, qk: int, v: int, length: int
-) -> Mapping[str, Any]:
-    """What `launch` gives: a function of the table, which whoever changes it clears."""
-    device = torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu"
-    dtype = str(kind).removeprefix("torch.")
-
-    def serves(row: Mapping) -> bool:
-        return (
-            row["device"] in (device, "any") and row["dtype"] in (dtype, "any")
-            and qk <= row["qk"] and v <= row["v"] and length <= (row["length"] or length)
-        )  # fmt: skip
-
-    def distance(row: Mapping) -> tuple:
-        return (row["device"] == "any", row["dtype"] == "any", row["qk"], row["v"], row["length"] or math.inf)
-
-    rows = [row for row in launch_table()["rows"] if row["kernel"] == kernel and serves(row)]
-    if not rows:
-        raise ValueError(f"{kernel} has no launch configuration for {dtype}, widths {qk} and {v}, {device}")
-    return min(rows, key=distance)["meta"]
