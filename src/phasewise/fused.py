@@ -35,9 +35,9 @@ class Hardware:
 
     device: str
     capability: tuple[int, int] | None = None
+    name: str | None = None
 
     @classmethod
-    name: str | None = None
     def of(cls, tensor: Tensor) -> Hardware:
         """The hardware that `tensor` is on."""
         return cls(tensor.device.type, capability(tensor.device), name_of(tensor.device))
@@ -124,8 +124,6 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
     )
 
 
-def fused(call: Call, body: Body) -> tuple[Tensor, Tensor]:
-    """The output [B, Hq, T, Dv] and log-sum-exp [B, Hq, T] of a call that `body` has no obstacle to."""
 def bodies(call: Call, hardware: Hardware) -> list[Body]:
     """The fused kernels in the order in which auto tries them: rows of the launch table, as measured."""
     kernel = "tapa.forward.body" if isinstance(call.encoding, TAPA) else "separable.forward.body"
@@ -133,6 +131,8 @@ def bodies(call: Call, hardware: Hardware) -> list[Body]:
     return [BODIES[name] for name in ranked(kernel, hardware.name, call.q.dtype, **sizes)]
 
 
+def fused(call: Call, body: Body) -> tuple[Tensor, Tensor]:
+    """The output [B, Hq, T, Dv] and log-sum-exp [B, Hq, T] of a call that `body` has no obstacle to."""
     return _ROUTES[type(call.encoding)](call, body)
 
 
