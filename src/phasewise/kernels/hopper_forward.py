@@ -1,0 +1,372 @@
+"""`body.forward` for compute capability 9.0: programs that stay, a warp that loads, groups of warps that multiply.
+
+Letters as in `body`. A program has PARTS groups of four warps, 64 queries each, of which one makes weights of scores
+while the tensor cores work for another; and each begins the scores of its next keys before it weighs its values.
+Tiles of queries are drawn from a counter, those with the most keys first, some heads at a time, so that their keys
+stay in the second-level cache.
+
+For queries that are the last of the keys, without positions, window or slopes, in half precision.
+"""
+
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportOptionalMemberAccess=false, reportIndexIssue=false
+# Kernels annotate compile-time values as gl.constexpr and use them as what they hold.
+
+import math
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from phasewise.kernels.decode_parts import multiprocessors
+from phasewise.kernels.prepare import expanded_like
+from phasewise.kernels.stored_hopper import await_group, exp2, laid_out
+from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe
+
+ROWS = gl.constexpr(64)  # queries of a group of warps: the rows of one tensor core instruction
+CACHE = 32 << 20  # bytes of keys and values that are meant to stay in the second-level cache
+
+
+@gluon.jit
+def place(at, tiles, heads, together):
+    """Tile of queries, longest first, and head of a number that was drawn."""
+    first = at // (tiles * together) * together
+    within = at - first * tiles
+    here = gl.minimum(together, heads - first)
+    return tiles - 1 - within // here, first + within % here
+
+
+@gluon.jit
+def blocks_of(m, rows, T, S, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many blocks of keys any of `rows` queries from m on sees."""
+    high = S
+    if CAUSAL:
+        high = gl.minimum(S, m + rows + S - T)
+    return (high + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def buffers(COUNT: gl.constexpr, descriptor):
+    """Shared memory for as many tiles."""
+    shape: gl.constexpr = [COUNT] + descriptor.block_shape  # noqa: RUF005 (the compiler knows no unpacking)
+    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def tile_in(buffer, stage):
+    """One stage of a buffer [stages, 1, 1, rows, columns] as a matrix."""
+    one = buffer.index(stage)
+    shape: gl.constexpr = one.shape
+    return one.reshape([shape[2], shape[3]])
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers, each of so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for number in gl.static_range(COUNT):
+        mbarrier.init(made.index(number), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def copy_in(descriptor, at, buffer, full, empty, step):
+    """Begins the copy of the `step`th tile into its stage, once that is free."""
+    STAGES: gl.constexpr = full.shape[0]
+    mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(step % STAGES), descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, at, full.index(step % STAGES), buffer.index(step % STAGES))
+
+
+@gluon.jit
+def load(
+    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S,
+    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Draws tiles, and copies their queries, keys and values as soon as there is room."""
+    q_desc, k_desc, v_desc = descriptors
+    q_smem, k_smem, v_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals
+    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    total = tiles * heads
+    at = gl.program_id(0)
+    turn = 0
+    step = 0
+    while at < total:
+        tile, head = place(at, tiles, heads, together)
+        m = tile * (PARTS * ROWS)
+        b = head // H
+        h = head % H
+        mbarrier.wait(q_empty, (turn & 1) ^ 1)
+        drawn.store(gl.full([1], at, gl.int32, one))
+        mbarrier.expect(q_full, PARTS * q_desc.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            tma.async_copy_global_to_shared(q_desc, [b, h, m + part * ROWS, 0], q_full, q_smem.index(part))
+        count = blocks_of(m, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
+        n = (count - 1) * BLOCK_N
+        copy_in(k_desc, [b, h // GROUP, n, 0], k_smem, k_full, k_empty, step)
+        at = gl.num_programs(0) + gl.atomic_add(draw_ptr, 1, sem="relaxed")
+        for _ in range(1, count):
+            copy_in(k_desc, [b, h // GROUP, n - BLOCK_N, 0], k_smem, k_full, k_empty, step + 1)
+            copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
+            n -= BLOCK_N
+            step += 1
+        copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
+        step += 1
+        turn += 1
+    mbarrier.wait(q_empty, (turn & 1) ^ 1)
+    drawn.store(gl.full([1], -1, gl.int32, one))
+    mbarrier.arrive(q_full)
+
+
+@gluon.jit
+def ready(buffer, full, step):
+    """The `step`th tile, once it is there."""
+    STAGES: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+    return tile_in(buffer, step % STAGES)
+
+
+@gluon.jit
+def release(empty, step):
+    """The group is done with the `step`th tile."""
+    STAGES: gl.constexpr = empty.shape[0]
+    await_group()
+    mbarrier.arrive(empty.index(step % STAGES))
+
+
+@gluon.jit
+def weigh(scores, top, total, i, n, S, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Weights of scores of keys from n on, and how the rows' greatest score and total change."""
+    if MASKED:
+        j = n + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        last = gl.minimum(i, S - 1) if CAUSAL else S - 1 + i * 0
+        scores = gl.where(j[None, :] <= last[:, None], scores, UNSEEN)
+    new_top = gl.maximum(top, gl.max(scores, 1) * scale_log2)
+    p = exp2(scores * scale_log2 - new_top[:, None])
+    shrink = exp2(top - new_top)
+    return p, shrink, new_top, total * shrink + gl.sum(p, 1)
+
+
+@gluon.jit
+def packed(weights, dtype: gl.constexpr):
+    """Pairs of weights rounded to half precision, as int32: a loop that hands on halves takes pairs apart."""
+    pairs = weights.reshape([weights.shape[0], weights.shape[1] // 2, 2])
+    first, second = pairs.split()
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], gl.int32, True, 1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], gl.int32, True, 1
+        )
+
+
+@gluon.jit
+def operand(pairs, dtype: gl.constexpr, out_layout: gl.constexpr):
+    """What `packed` made, as the operand of a product."""
+    first, second = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1
+    )
+    p = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]]).to(dtype, bitcast=True)
+    return gl.convert_layout(p, gl.DotOperandLayout(0, out_layout, 2))
+
+
+@gluon.jit
+def advance(
+    q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, MASKED: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """Adds the values of the keys after n by the pairs of their weights, and makes the weights of those from n on."""
+    _, k_smem, v_smem = smem
+    _, _, k_full, k_empty, v_full, v_empty = signals
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+    dtype: gl.constexpr = k_smem.dtype
+    out_layout: gl.constexpr = acc.type.layout
+    p = operand(pairs, dtype, out_layout)
+    k = ready(k_smem, k_full, step)
+    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    v = ready(v_smem, v_full, step - 1)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    release(k_empty, step)
+    weights, shrink, top, total = weigh(scores, top, total, i, n, S, scale_log2, MASKED, CAUSAL)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(v_empty, step - 1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, packed(weights, dtype), top, total
+
+
+@gluon.jit
+def attend(
+    part, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
+    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of 64 queries of every tile that is drawn."""
+    q_smem, k_smem, v_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    BLOCK_D: gl.constexpr = v_smem.shape[4]
+    dtype: gl.constexpr = q_smem.dtype
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    row: gl.constexpr = gl.SliceLayout(1, score_layout)
+    out_row: gl.constexpr = gl.SliceLayout(1, out_layout)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    q = tile_in(q_smem, part)
+    rows = gl.arange(0, ROWS, layout=row)
+    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, out_layout))
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+    step = 0
+    turn = 0
+    mbarrier.wait(q_full, 0)
+    at = gl.max(drawn.load(one), 0)
+    while at >= 0:
+        tile, head = place(at, tiles, heads, together)
+        m = tile * (PARTS * ROWS) + part * ROWS
+        i = m + rows + (S - T)
+        count = blocks_of(m, ROWS, T, S, BLOCK_N, CAUSAL)
+        for _ in range(count, blocks_of(tile * (PARTS * ROWS), PARTS * ROWS, T, S, BLOCK_N, CAUSAL)):
+            ready(k_smem, k_full, step)
+            release(k_empty, step)
+            ready(v_smem, v_full, step)
+            release(v_empty, step)
+            step += 1
+        seen_by_all = S // BLOCK_N
+        if CAUSAL:
+            seen_by_all = gl.minimum(S, m + 1 + S - T) // BLOCK_N
+        n = (count - 1) * BLOCK_N
+        k = ready(k_smem, k_full, step)
+        scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        release(k_empty, step)
+        top = gl.full([ROWS], -1e20, gl.float32, row)
+        total = gl.zeros([ROWS], gl.float32, row)
+        weights, _, top, total = weigh(scores, top, total, i, n, S, scale_log2, True, CAUSAL)
+        pairs = packed(weights, dtype)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, out_layout)
+        for _ in range(gl.minimum(seen_by_all, count - 1), count - 1):
+            n -= BLOCK_N
+            step += 1
+            acc, pairs, top, total = advance(
+                q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, True, CAUSAL
+            )  # fmt: skip
+        for _ in range(0, gl.minimum(seen_by_all, count - 1)):
+            n -= BLOCK_N
+            step += 1
+            acc, pairs, top, total = advance(
+                q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
+            )  # fmt: skip
+        release(q_empty, 0)
+        p = operand(pairs, dtype, out_layout)
+        v = ready(v_smem, v_full, step)
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release(v_empty, step)
+        step += 1
+        turn += 1
+        t = m + rows
+        gl.store(lse_ptr + head.to(gl.int64) * T + t, top * LN2 + gl.log(total), t < T)
+        share = gl.convert_layout(1.0 / total, out_row)
+        t = gl.convert_layout(t, out_row)
+        out_at = (
+            out_ptr + (head // H).to(gl.int64) * out_strides[0] + (head % H).to(gl.int64) * out_strides[1]
+        )
+        out_at += t.to(gl.int64)[:, None] * out_strides[2] + d[None, :]
+        gl.store(out_at, (acc * share[:, None]).to(dtype), (t < T)[:, None] & (d < D)[None, :])
+        mbarrier.wait(q_full, turn & 1)
+        at = gl.max(drawn.load(one), 0)
+
+
+@gluon.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr, H, GROUP, heads, tiles, together, T, S, D,
+    scale_log2, PARTS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero."""
+    smem = (buffers(PARTS, q_desc), buffers(K_STAGES, k_desc), buffers(V_STAGES, v_desc))
+    q_full = barriers(1, 1).index(0)
+    q_empty = barriers(1, PARTS)
+    signals = (
+        q_full, q_empty, barriers(K_STAGES, 1), barriers(K_STAGES, PARTS), barriers(V_STAGES, 1),
+        barriers(V_STAGES, PARTS),
+    )  # fmt: skip
+    loading = (q_full, q_empty.index(0), signals[2], signals[3], signals[4], signals[5])
+    drawn = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fence_async_shared()
+    descriptors = (q_desc, k_desc, v_desc)
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (attend, (
+                    0, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
+                )),
+                (attend, (
+                    1, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
+                )),
+                (load, (
+                    descriptors, smem, loading, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend, (
+                    0, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
+                )),
+                (attend, (
+                    1, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
+                )),
+                (attend, (
+                    2, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
+                )),
+                (load, (
+                    descriptors, smem, loading, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
+                )),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )  # fmt: skip
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, meta: dict[str, int], *, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output `[B, H, T, D]`, stored place by place, and float32 log-sum-exp `[B, H, T]`.
+
+    q is `[B, H, T, E]`, k `[B, H / group, S, E]`, v `[B, H / group, S, D]`, T up to S, any strides.
+    """
+    rows, heads, queries, width = q.shape
+    keys, value_width = k.shape[2], v.shape[3]
+    out = expanded_like(q, value_width)
+    lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
+    block_n, block_e, block_d = meta["BLOCK_N"], block_width(width), block_width(value_width)
+    group = heads // k.shape[1]
+    tiles = ceil_div(queries, 64 * meta["PARTS"])
+    together = max(1, CACHE // (keys * (width + value_width) * q.element_size())) * group
+    programs = min(multiprocessors(q.device), tiles * rows * heads)
+    descriptors = describe(q, 64, block_e), describe(k, block_n, block_e), describe(v, block_n, block_d)
+    forward_kernel[(programs,)](
+        *map(laid_out, descriptors), out, out.stride(), lse, torch.zeros(1, dtype=torch.int32, device=q.device),
+        heads, group, rows * heads, tiles, together, queries, keys, value_width, scale * math.log2(math.e),
+        PARTS=meta["PARTS"], K_STAGES=meta["K_STAGES"], V_STAGES=meta["V_STAGES"], CAUSAL=causal, num_warps=4,
+    )  # fmt: skip
+    return out, lse
