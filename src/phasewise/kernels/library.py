@@ -18,6 +18,7 @@ Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
 BODIES: tuple[Body, ...] = get_args(Body)
 PREPARATIONS: tuple[Preparation, ...] = get_args(Preparation)
 LARGE = 2**24  # elements of queries above which a backward is done in halves
+JOINT = ((128, 64),)  # widths of queries and of values that the backward in one pass takes
 FLASH_UNEQUAL = ((128, 64), (192, 96), (256, 128))  # widths of queries and of values: PoPE's
 
 
@@ -147,11 +148,15 @@ def separable_backward(
     whole = not polar or widths["qk"] == block_width(widths["qk"])
     simple = q.shape[2] == k.shape[2] and window is None and slopes is None and not placed and whole
     chosen = launch(f"separable.{body}.backward", q, **widths, length=k.shape[2])["body"] if simple else body
+    if chosen == "joint" and not (causal and polar and (widths["qk"], widths["v"]) in JOINT):
+        chosen = "triton"
 
     view = {"scale": scale, "causal": causal}
     given = (q, k, v, out, lse, dout, dlse, q_angle, k_angle, phase, preparation, factor)
     if chosen == "flash":
         return _flash_backward(*given, window=window, **view)
+    if chosen == "joint":
+        return _joint_backward(*given[:-1], scale=scale)
     if chosen == "stored":
         return _stored_backward(*given, **view)
     view |= {"window": window, "places": Places.of(q, k, *positions), "slopes": slopes}
@@ -224,6 +229,33 @@ def _phase_gradient(sums: Tensor | None, q: Tensor) -> Tensor:
     from phasewise.kernels import prepare
 
     return q.new_empty(0, dtype=torch.float32) if sums is None else prepare.phase_gradient(sums)
+
+
+def _joint_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    q_angle: Tensor, k_angle: Tensor, phase: Tensor | None, preparation: str, *, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from phasewise.kernels import body as own
+    from phasewise.kernels import joint, prepare
+
+    dq, dk, dv = (_placewise(x) for x in (q, k, v))
+    statistics = own.row_statistics(out, dout, lse, dlse)
+    sums = None if phase is None else prepare.phase_sums(q)
+    group = q.shape[1] // k.shape[1]
+    for rows, keys in halves(q, k):
+        heads = slice(keys.start * group, keys.stop * group)
+        some_q, some_k = q[rows, heads], k[rows, keys]
+        some_q_angle, some_k_angle = (x if x.shape[0] == 1 else x[rows] for x in (q_angle, k_angle))
+        some_phase = phase if phase is None else phase[heads]
+        q2, k2 = prepare.polar(some_q, some_k, some_q_angle, some_k_angle, some_phase, preparation)
+        some = (x[rows, heads] for x in (dout, *statistics))
+        dq2 = joint.backward(q2, k2, v[rows, keys], *some, (k2, dv[rows, keys]), scale=scale)
+        some_sums = sums if sums is None else sums[rows, :, heads]
+        prepare.polar_backward(
+            some_q, some_q_angle, some_phase, preparation, dq2, dq[rows, heads], some_sums, scale
+        )
+        prepare.polar_backward(some_k, some_k_angle, None, preparation, k2, dk[rows, keys], None)
+    return dq, dk, dv, _phase_gradient(sums, q)
 
 
 def _stored_backward(

@@ -164,9 +164,9 @@ def polar_backward_kernel(
     KIND: tl.constexpr, PHASE: tl.constexpr, FAST: tl.constexpr, HELD: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and, per tile, of the phases: sums [B, tiles, H, D].
+    """Gradients of x and, per tile, of the phases: sums [B, tiles, H, D], from grad times scale.
 
-    HELD above 0: grad is `Sums` in tiles of so many places, times scale.
+    HELD above 0: grad is `Sums` in tiles of so many places.
     """
     tile, b, group = program(tl.program_id(0), tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -188,8 +188,8 @@ def polar_backward_kernel(
             grad_cos = tl.where(inside, tl.trans(held_by_threads(grad_at, BLOCK_T)) * scale, 0.0)
             grad_sin = tl.where(inside, tl.trans(held_by_threads(grad_at + 64 * HELD, BLOCK_T)) * scale, 0.0)
         else:
-            grad_cos = tl.load(grad_at, inside, other=0.0).to(tl.float32)
-            grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0).to(tl.float32)
+            grad_cos = tl.load(grad_at, inside, other=0.0).to(tl.float32) * scale
+            grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0).to(tl.float32) * scale
         mu, slope = magnitude(x, KIND, FAST)
         if PHASE:
             h = first + head
@@ -425,17 +425,18 @@ def polar_backward(
     grad: Tensor | Sums,
     dx: Tensor,
     sums: Tensor | None,
+    scale: float = 1.0,
 ) -> None:
-    """Write the gradient of x into dx, given that of what `polar` made of it.
+    """Write the gradient of x into dx, given that of what `polar` made of it, but for a scale.
 
     No atomics: the gradient of the phase, `[H, D]`, is left as a sum per tile in `sums`, laid out by `phase_sums`.
     """
     meta = _backward_meta(x, phase is not None)
     if isinstance(grad, Sums):
-        given, strides, scale = grad.values, (*grad.values.stride()[:2], 0, 0), grad.scale
+        given, strides, scale = grad.values, (*grad.values.stride()[:2], 0, 0), grad.scale * scale
         meta |= {"HELD": grad.rows, "BLOCK_T": HELD_PLACES}
     else:
-        given, strides, scale = grad, grad.stride(), 1.0
+        given, strides = grad, grad.stride()
         meta |= {"HELD": 0}
     _, heads, length, width = x.shape
     polar_backward_kernel[(_programs(x, meta["BLOCK_T"], meta["HEADS"]),)](
