@@ -18,6 +18,7 @@ from phasewise.encodings.base import Encoding
 from phasewise.encodings.spectral import Spectral
 from phasewise.frequencies import Static
 from phasewise.kernels import decode, separable, tapa
+from phasewise.kernels.angles import angles
 from phasewise.kernels.hardware import capability, name_of
 from phasewise.kernels.table import ranked
 from phasewise.positions import Positions
@@ -232,14 +233,16 @@ def _expanded(call: Call, body: Body) -> tuple[Tensor, Tensor]:
 
 
 def _angles(call: Call, encoding: Spectral, rule: Static) -> tuple[Tensor, Tensor]:
+    rates = rule.rates(encoding.channels // encoding.axes, device=call.q.device)
+    if rates.requires_grad:
+        raise ValueError("the fused kernels give rates no gradient; use impl='reference'")
+    queries, keys = call.q.shape[2], call.k.shape[2]
     if call.at is None:
-        queries, keys = call.q.shape[2], call.k.shape[2]
-        k_index = torch.arange(keys, device=call.k.device)[None]
-        q_index = k_index if queries == keys else k_index[:, keys - queries :]
-    else:
-        q_index, k_index = (at.index for at in call.at)
-    q_angle = encoding.phases(q_index, rule)
-    return q_angle, q_angle if k_index is q_index else encoding.phases(k_index, rule)
+        k_angle = angles(rates, None, keys)
+        return k_angle if queries == keys else k_angle[:, keys - queries :], k_angle
+    q_index, k_index = (at.index for at in call.at)
+    k_angle = angles(rates, k_index, keys)
+    return k_angle if q_index is k_index else angles(rates, q_index, queries), k_angle
 
 
 def _rope(call: Call, body: Body) -> tuple[Tensor, Tensor]:
