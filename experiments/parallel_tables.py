@@ -4,9 +4,9 @@ The folder holds `training*.json` of experiments.training_scaling, `context*.jso
 at several numbers of processes, and `killed.json` of experiments.killed.
 """
 
+import argparse
 import json
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +188,15 @@ def _certificate(documents: Sequence[Row]) -> str:
     )
 
 
-def _read(paths: Iterator[Path]) -> list[Row]:
-    return [json.loads(path.read_text()) for path in sorted(paths)]
+def _read(folder: Path, pattern: str) -> list[Row]:
+    documents = [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+    if not documents:
+        raise SystemExit(f"{folder} holds no {pattern}; give a folder of records, as results/parallel/h200")
+    return documents
 
 
 def main(folder: Path) -> None:
-    training, shared = _read(folder.glob("training*.json")), _read(folder.glob("context*.json"))
+    training, shared = (_read(folder, f"{kind}*.json") for kind in ("training", "context"))
     pages = {
         ROOT / "docs" / "train.md": {
             "training-scaling": training_table(training),
@@ -209,6 +212,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m experiments.parallel_tables", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    main(parser.parse_args().folder)
