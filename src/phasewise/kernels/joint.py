@@ -48,10 +48,10 @@ def tile_in(buffer, stage):
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, dout_desc, k_smem, v_smem, q_smem, dout_smem, keys_ready, full, empty,
-    b, key, n, low, count, GROUP,
+    q_desc, k_desc, v_desc, dout_desc, row_descs, k_smem, v_smem, q_smem, dout_smem, row_smem, keys_ready, full, empty,
+    b, key, heads, n, low, count, GROUP,
 ):  # fmt: skip
-    """Keys and values once; then tile by tile queries and output gradients, as soon as their stage is free."""
+    """Keys and values once; then tile by tile what belongs to queries, as soon as their stage is free."""
     HALF: gl.constexpr = q_desc.block_shape[3]
     BLOCK_M: gl.constexpr = q_desc.block_shape[2]
     STAGES: gl.constexpr = dout_smem.shape[0]
@@ -59,8 +59,8 @@ def load(
     for group in gl.static_range(GROUPS):
         first = n + ROWS * group
         for half in gl.static_range(HALVES):
-            at = k_smem.index(HALVES * group + half)
-            tma.async_copy_global_to_shared(k_desc, [b, key, first, HALF * half], keys_ready, at)
+            place = k_smem.index(HALVES * group + half)
+            tma.async_copy_global_to_shared(k_desc, [b, key, first, HALF * half], keys_ready, place)
         tma.async_copy_global_to_shared(v_desc, [b, key, first, 0], keys_ready, v_smem.index(group))
     for step in range(GROUP * count):
         member = step // count
@@ -69,11 +69,16 @@ def load(
         stage = step % STAGES
         ready = full.index(stage)
         mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-        mbarrier.expect(ready, HALVES * q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
+        mbarrier.expect(
+            ready, HALVES * q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * 4 * BLOCK_M
+        )
         for half in gl.static_range(HALVES):
-            at = q_smem.index(HALVES * stage + half)
-            tma.async_copy_global_to_shared(q_desc, [b, h, m, HALF * half], ready, at)
+            place = q_smem.index(HALVES * stage + half)
+            tma.async_copy_global_to_shared(q_desc, [b, h, m, HALF * half], ready, place)
         tma.async_copy_global_to_shared(dout_desc, [b, h, m, 0], ready, dout_smem.index(stage))
+        at = [b * heads * GROUP + h, m]
+        for part in gl.static_range(2):
+            tma.async_copy_global_to_shared(row_descs[part], at, ready, row_smem[part].index(stage))
 
 
 @gluon.jit
@@ -93,9 +98,9 @@ def query_part(group, last, k_smem, ds_smem):
 
 @gluon.jit
 def gradients(
-    group: gl.constexpr, k_smem, v_smem, q_smem, dout_smem, ds_smem, grads, keys_ready, full, empty, stored, ready,
-    free, lse2_ptr, delta_ptr, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, heads, n, low, count, T, PADDED,
-    scale, scale_log2, GROUP,
+    group: gl.constexpr, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, grads, keys_ready, full, empty, stored,
+    ready, free, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2, GROUP,
+    LATE: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and half of the channels of what all keys of the program add to dq."""
     STAGES: gl.constexpr = dout_smem.shape[0]
@@ -117,9 +122,6 @@ def gradients(
     for step in range(GROUP * count):
         member = step // count
         m = low + (step - member * count) * BLOCK_M
-        row = ((b * heads + key) * GROUP + member).to(gl.int64) * PADDED + m
-        lse2 = gl.load(lse2_ptr + row + columns)
-        delta = gl.load(delta_ptr + row + columns)
         zero = unknown_zero(step)
         k_cos = tile_in(k_smem, zero + HALVES * group)
         k_sin = tile_in(k_smem, zero + HALVES * group + 1)
@@ -135,29 +137,49 @@ def gradients(
         scores = warpgroup_mma_wait(1, deps=[scores])
         if m < first + ROWS - 1:
             scores = gl.where(j[:, None] <= (m + columns)[None, :], scores, UNSEEN)
+        lse2 = row_smem[0].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, score_layout))
         p = exp2(scores * scale_log2 - lse2[None, :])
         p_half = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv_layout, 2))
         dv = warpgroup_mma(p_half, dout, dv, is_async=True)
-        # What the other group has left of the step before is on its way to dq while ds is made.
-        last = step - 1
-        mbarrier.wait(stored.index(step + 1 & 1), ((step + 1) // 2 + 1) & 1)
-        dq = query_part(group, last, k_smem, ds_smem)
-        dp = warpgroup_mma_wait(3, deps=[dp])
+        if LATE:
+            dp = warpgroup_mma_wait(1, deps=[dp])
+        else:
+            # What the other group has left of the step before is on its way to dq while ds is made.
+            mbarrier.wait(stored.index(step + 1 & 1), ((step + 1) // 2 + 1) & 1)
+            dq = query_part(group, step - 1, k_smem, ds_smem)
+            dp = warpgroup_mma_wait(3, deps=[dp])
+        delta = row_smem[1].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, score_layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
         ds_smem.index((step & 1) * GROUPS + group).store(ds)
-        dv, dq = warpgroup_mma_wait(0, deps=[dv, dq])
-        mbarrier.wait(free.index(step + 1 & 1), ((step + 1) // 2) & 1, pred=step > 0)
-        grads[group].index(step + 1 & 1).store(dq)
-        fence_async_shared()
-        await_group()
-        mbarrier.arrive(stored.index(step & 1))
-        mbarrier.arrive(ready.index(step + 1 & 1), pred=step > 0)
         ds_half = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
-        dk_cos = warpgroup_mma(ds_half, q_cos, dk_cos, is_async=True)
-        dk_sin = warpgroup_mma(ds_half, q_sin, dk_sin, is_async=True)
-        dk_cos, dk_sin = warpgroup_mma_wait(0, deps=[dk_cos, dk_sin])
-        await_group()
-        mbarrier.arrive(empty.index(stage))
+        if LATE:
+            fence_async_shared()
+            await_group()
+            mbarrier.arrive(stored.index(step & 1))
+            dk_cos = warpgroup_mma(ds_half, q_cos, dk_cos, is_async=True)
+            dk_sin = warpgroup_mma(ds_half, q_sin, dk_sin, is_async=True)
+            mbarrier.wait(stored.index(step + 1 & 1), ((step + 1) // 2 + 1) & 1)
+            dq = query_part(group, step - 1, k_smem, ds_smem)
+            dv, dk_cos, dk_sin, dq = warpgroup_mma_wait(0, deps=[dv, dk_cos, dk_sin, dq])
+            mbarrier.wait(free.index(step + 1 & 1), ((step + 1) // 2) & 1, pred=step > 0)
+            grads[group].index(step + 1 & 1).store(dq)
+            fence_async_shared()
+            await_group()
+            mbarrier.arrive(ready.index(step + 1 & 1), pred=step > 0)
+            mbarrier.arrive(empty.index(stage))
+        else:
+            dv, dq = warpgroup_mma_wait(0, deps=[dv, dq])
+            mbarrier.wait(free.index(step + 1 & 1), ((step + 1) // 2) & 1, pred=step > 0)
+            grads[group].index(step + 1 & 1).store(dq)
+            fence_async_shared()
+            await_group()
+            mbarrier.arrive(stored.index(step & 1))
+            mbarrier.arrive(ready.index(step + 1 & 1), pred=step > 0)
+            dk_cos = warpgroup_mma(ds_half, q_cos, dk_cos, is_async=True)
+            dk_sin = warpgroup_mma(ds_half, q_sin, dk_sin, is_async=True)
+            dk_cos, dk_sin = warpgroup_mma_wait(0, deps=[dk_cos, dk_sin])
+            await_group()
+            mbarrier.arrive(empty.index(stage))
     steps = GROUP * count
     mbarrier.wait(stored.index(steps + 1 & 1), ((steps + 1) // 2 + 1) & 1)
     dq = query_part(group, steps - 1, k_smem, ds_smem)
@@ -185,9 +207,10 @@ def store_rows(ptr, strides, b, h, first_row, first_column, length, values):
 
 @gluon.jit
 def joint_kernel(
-    q_desc, k_desc, v_desc, dout_desc, cos_sums, sin_sums, lse2_ptr, delta_ptr, dk_ptr, dk_strides, dv_ptr, dv_strides,
-    turn_ptr, KEY_HEADS, T, PADDED, together, scale, scale_log2,
+    q_desc, k_desc, v_desc, dout_desc, lse2_desc, delta_desc, cos_sums, sin_sums,
+    dk_ptr, dk_strides, dv_ptr, dv_strides, turn_ptr, KEY_HEADS, T, together, scale, scale_log2,
     GROUP: gl.constexpr, STAGES: gl.constexpr, HELPER_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
     """dk, dv and, tile by tile, the unscaled dq in float32; turn_ptr: all zeros."""
     dtype: gl.constexpr = q_desc.dtype
@@ -207,6 +230,10 @@ def joint_kernel(
     q_smem = gl.allocate_shared_memory(dtype, [STAGES * HALVES, 1, 1, BLOCK_M, HALF], q_desc.layout)
     dout_smem = gl.allocate_shared_memory(
         dtype, [STAGES, 1, 1, BLOCK_M, dout_desc.block_shape[3]], dout_desc.layout
+    )
+    row_smem = (
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_desc.layout),
     )
     DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * BLOCK_M, element_bitwidth=16, rank=2)
     ds_smem = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, BLOCK_M], DS)
@@ -236,18 +263,16 @@ def joint_kernel(
     gl.warp_specialize(
         [
             (gradients, (
-                0, k_smem, v_smem, q_smem, dout_smem, ds_smem, grads, keys_ready, full, empty, stored, ready, free,
-                lse2_ptr, delta_ptr, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, KEY_HEADS, n, low, count, T,
-                PADDED, scale, scale_log2, GROUP,
+                0, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, grads, keys_ready, full, empty, stored, ready,
+                free, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2, GROUP, LATE,
             )),
             (gradients, (
-                1, k_smem, v_smem, q_smem, dout_smem, ds_smem, grads, keys_ready, full, empty, stored, ready, free,
-                lse2_ptr, delta_ptr, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, KEY_HEADS, n, low, count, T,
-                PADDED, scale, scale_log2, GROUP,
+                1, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, grads, keys_ready, full, empty, stored, ready,
+                free, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2, GROUP, LATE,
             )),
             (load, (
-                q_desc, k_desc, v_desc, dout_desc, k_smem, v_smem, q_smem, dout_smem, keys_ready, full, empty,
-                b, key, n, low, count, GROUP,
+                q_desc, k_desc, v_desc, dout_desc, (lse2_desc, delta_desc), k_smem, v_smem, q_smem, dout_smem, row_smem,
+                keys_ready, full, empty, b, key, KEY_HEADS, n, low, count, GROUP,
             )),
             (add_query_grads, (
                 (cos_sums, sin_sums), turns, grads, ready, free, first_tile, tiles, tile, low, count, T, T,
@@ -282,8 +307,9 @@ def backward(
     joint_kernel[(ceil_div(length, 128) * rows * key_heads,)](
         *(laid_out(describe(x, 64, half)) for x in (q, k)),
         *(laid_out(describe(x, 64, value_width)) for x in (v, dout)),
+        *(tiled(x.view(-1, x.shape[2]), (1, block_m)) for x in (lse2, delta)),
         *(tiled(sums[:, at : at + half], (block_m, half)) for at in (0, half)),
-        lse2, delta, dk, dk.stride(), dv, dv.stride(), turns, key_heads, length, lse2.shape[2],
+        dk, dk.stride(), dv, dv.stride(), turns, key_heads, length,
         scale=scale, scale_log2=scale * math.log2(math.e), GROUP=heads // key_heads, num_warps=4, **meta,
     )  # fmt: skip
     return sums.view(rows, heads, tiles * block_m, width)[:, :, :length]
