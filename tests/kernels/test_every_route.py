@@ -234,6 +234,47 @@ def test_neighbouring_query_heads_share_a_key_head(name, impl):
         assert (mine.float() - theirs.float()).norm() <= 4 * torch.finfo(HALF).eps * theirs.float().norm()
 
 
+@every_route
+def test_strides_and_beginnings_of_memory_do_not_matter(name, impl):
+    """Every other channel, one key head for all, a part of wider rows from an odd place on, and channels by columns."""
+    length, width = (130, 64) if GPU else (9, 8)
+    encoding = encoding_of(name, 2, width)
+    q, k, v, dout = drawn(2, length, 2, width)
+    k = k[:, :1].expand(-1, 2, -1, -1)
+    spread = [
+        torch.stack([q, -q], -1)[..., 0],
+        k,
+        torch.cat([v[..., -3:], v, v], -1)[..., 3 : 3 + width],
+        dout.transpose(1, 3).contiguous().transpose(1, 3),
+    ]
+    dense = [x.contiguous() for x in (q, k, v, dout)]
+    assert all(torch.equal(*pair) for pair in zip(spread, dense, strict=True))
+    results = (trained(tensors, encoding, impl) for tensors in (spread, dense))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
+@pytest.mark.parametrize(("name", "impl"), [route for route in ROUTES if route[1] != "cudnn"])
+def test_compiled_chunks_of_a_prefill_of_any_lengths_are_one_dynamic_graph(name, impl):
+    width = 64 if GPU else 16
+    encoding = encoding_of(name, 2, width)
+
+    window = 30 if impl == "triton" else None
+
+    def chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, encoding, impl=impl, window=window)
+
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(chunk, fullgraph=True, dynamic=True, backend=graphs)
+    for queries, keys in ((18, 40), (19, 41), (23, 70)):
+        q, k, v, _ = drawn(1, keys, 2, width, seed=keys)
+        q = q[:, :, -queries:].requires_grad_()
+        assert torch.equal(compiled(q, k, v), chunk(q, k, v))
+    assert len([graph for graph in graphs.graphs if len(graph.graph.nodes) > 0]) == 1
+
+
 @pytest.mark.parametrize(("width", "v_width", "taken"), [(96, 192, True), (96, 200, False), (104, 256, True)])
 def test_flash_refuses_the_widths_at_which_it_does_not_compile(width, v_width, taken, monkeypatch):
     from phasewise.kernels import separable
