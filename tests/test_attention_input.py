@@ -26,6 +26,10 @@ def tensors(dtype=torch.float32):
         ({"q": torch.zeros(1, 3, 3, 8)}, "3 query heads do not divide over 2 kv heads"),
         ({"q": torch.zeros(1, 2, 4, 8)}, "give q_at"),
         ({"q": torch.zeros(1, 2, 3, 16)}, "one width"),
+        (
+            {"q": torch.zeros(1, 2, 3, 0), "k": torch.zeros(1, 2, 3, 0), "encoding": NoPE()},
+            "1 channel or more",
+        ),
         ({"v": torch.zeros(1, 2, 4, 8)}, "kv heads, keys, width"),
         ({"encoding": RoPE(head_dim=16)}, "head_dim 16"),
         ({"q_at": torch.arange(3)[None]}, "must be Positions"),

@@ -327,6 +327,8 @@ def _validate(
         )
     if k.shape[3] != width:
         raise ValueError(f"q and k must have one width, but q is {width} wide and k {k.shape[3]}")
+    if width == 0:
+        raise ValueError("q and k are 0 wide, and give no scores; use 1 channel or more")
     if groups == 0 or heads % groups:
         raise ValueError(f"{heads} query heads do not divide over {groups} kv heads; use a divisor")
     if not isinstance(causal, bool):
