@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from phasewise.kernels.decode_parts import multiprocessors
+from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.tiles import ceil_div, launch, power_of_two
 
 VECTOR = 8  # channels that a thread prepares at once: 16 bytes

@@ -20,12 +20,12 @@ from torch import Tensor
 from phasewise.kernels import decode_polar
 from phasewise.kernels.decode_parts import (
     combined,
-    multiprocessors,
     pair,
     tiles_each,
     turned_back,
     turns,
 )
+from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.tapa_score import cosine, distance, phase_product, power
 from phasewise.kernels.tiles import (
     EMPTY,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from phasewise.kernels.hardware import multiprocessors as multiprocessors
 from phasewise.kernels.prepare import expanded_like, magnitude, turn
 from phasewise.kernels.tiles import EMPTY, block_width, ceil_div
 
@@ -73,11 +74,6 @@ def tiles_each(tiles: int, programs: int, room: int) -> int:
     """
     splits = max(1, min(room // programs, tiles))
     return min(ceil_div(tiles, splits), MOST_TILES)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Those of a CUDA device; 4 for the interpreter, so that it splits too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])

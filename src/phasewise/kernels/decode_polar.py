@@ -21,7 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from phasewise.kernels.decode_parts import multiprocessors, product, tiles_each, turned_back, turns
+from phasewise.kernels.decode_parts import product, tiles_each, turned_back, turns
+from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import MAGNITUDES, instruction
 from phasewise.kernels.tiles import EMPTY, LN2, LOG2E, UNSEEN, ceil_div, launch, power_of_two
 

@@ -22,12 +22,12 @@ from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
 from phasewise.kernels.flash_persistent import PersistentForward
+from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import expanded_like
-from phasewise.kernels.tiles import EMPTY_LSE, launch_table
+from phasewise.kernels.tiles import EMPTY_LSE, launch, launch_table
 
 ELEMENTS = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 NO_AUXILIARY = utils.AuxData(None, None)
-MANY_QUERIES = 50_000  # of all heads: two tiles for each of 132 multiprocessors, where staying gains time
 
 
 class Kind(NamedTuple):
@@ -105,8 +105,7 @@ def compiled_forward(kind: Kind, stays: bool) -> Any:
     sides = (1, 1) if kind.windowed else (None, None)
     kernel, auxiliary = forward_kernel(kind), NO_AUXILIARY
     if stays:
-        programs = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        kernel = forward_kernel(kind, PersistentForward, programs=programs)
+        kernel = forward_kernel(kind, PersistentForward, programs=multiprocessors(torch.device("cuda")))
         auxiliary = utils.AuxData([make_fake_tensor(Int32, (1,))], None)
     return compiled(
         kernel, q, k, v, out, lse, Float32(1.0), *(None,) * 5, *sides, None, None, auxiliary, None, None
@@ -122,7 +121,8 @@ def forward(
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
     kind = kind_of(q, k, v, causal, window)
     auxiliary = NO_AUXILIARY
-    stays = kind.can_stay and rows * heads * queries >= MANY_QUERIES
+    many = launch("separable.flash.stays", q, qk=kind.width, v=kind.v_width, length=k.shape[2])["queries"]
+    stays = kind.can_stay and rows * heads * queries >= many
     if stays:
         auxiliary = utils.AuxData([torch.zeros(1, dtype=torch.int32, device=q.device)], None)
     compiled_forward(kind, stays)(

@@ -17,7 +17,6 @@ from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
 from phasewise.kernels.ahead import VECTOR, Plan
-from phasewise.kernels.decode_parts import multiprocessors
 from phasewise.kernels.flash import (
     ELEMENTS,
     NO_AUXILIARY,
@@ -30,6 +29,7 @@ from phasewise.kernels.flash import (
 )
 from phasewise.kernels.flash_persistent import Draws, Launch, Order, PersistentForward
 from phasewise.kernels.flash_prepare import HEADS, Preparing
+from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import expanded_like
 
 ARGUMENTS = signature(FlashAttentionForwardSm90.kernel)
