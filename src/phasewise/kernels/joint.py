@@ -9,7 +9,7 @@ tensor cores work for the other. One warp loads queries ahead, two add up their 
 For as many queries as keys, causal, without window, positions or slopes, in half precision, queries of 128 channels.
 """
 
-# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportIndexIssue=false, reportPossiblyUnboundVariable=false
 # Kernels annotate compile-time values as gl.constexpr and use them as what they hold.
 
 import math

@@ -18,7 +18,11 @@ Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
 BODIES: tuple[Body, ...] = get_args(Body)
 PREPARATIONS: tuple[Preparation, ...] = get_args(Preparation)
 LARGE = 2**24  # elements of queries above which a backward is done in halves
-JOINT = ((128, 64),)  # widths of queries and of values that the backward in one pass takes
+JOINT = (
+    (64, 64),
+    (128, 64),
+    (128, 128),
+)  # widths of queries and of values that the backward in one pass takes
 FLASH_UNEQUAL = ((128, 64), (192, 96), (256, 128))  # widths of queries and of values: PoPE's
 
 
@@ -148,7 +152,7 @@ def separable_backward(
     whole = not polar or widths["qk"] == block_width(widths["qk"])
     simple = q.shape[2] == k.shape[2] and window is None and slopes is None and not placed and whole
     chosen = launch(f"separable.{body}.backward", q, **widths, length=k.shape[2])["body"] if simple else body
-    if chosen == "joint" and not (causal and polar and (widths["qk"], widths["v"]) in JOINT):
+    if chosen == "joint" and not (causal and (widths["qk"], widths["v"]) in JOINT):
         chosen = "triton"
 
     view = {"scale": scale, "causal": causal}
@@ -156,7 +160,7 @@ def separable_backward(
     if chosen == "flash":
         return _flash_backward(*given, window=window, **view)
     if chosen == "joint":
-        return _joint_backward(*given[:-1], scale=scale)
+        return _joint_backward(*given, scale=scale)
     if chosen == "stored":
         return _stored_backward(*given, **view)
     view |= {"window": window, "places": Places.of(q, k, *positions), "slopes": slopes}
@@ -233,7 +237,8 @@ def _phase_gradient(sums: Tensor | None, q: Tensor) -> Tensor:
 
 def _joint_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    q_angle: Tensor, k_angle: Tensor, phase: Tensor | None, preparation: str, *, scale: float,
+    q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
+    preparation: str, factor: float, *, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from phasewise.kernels import body as own
     from phasewise.kernels import joint, prepare
@@ -242,19 +247,29 @@ def _joint_backward(
     statistics = own.row_statistics(out, dout, lse, dlse)
     sums = None if phase is None else prepare.phase_sums(q)
     group = q.shape[1] // k.shape[1]
-    for rows, keys in halves(q, k):
+
+    def backward(rows: slice, keys: slice) -> None:
         heads = slice(keys.start * group, keys.stop * group)
         some_q, some_k = q[rows, heads], k[rows, keys]
-        some_q_angle, some_k_angle = (x if x.shape[0] == 1 else x[rows] for x in (q_angle, k_angle))
+        some = (v[rows, keys], *(x[rows, heads] for x in (dout, *statistics)))
+        into = dq[rows, heads], dk[rows, keys], dv[rows, keys]
+        if q_angle is None or k_angle is None:
+            torch.mul(joint.backward(some_q, some_k, *some, into[1:], scale=scale), scale, out=into[0])
+            return
+        angles = [x if x.shape[0] == 1 else x[rows] for x in (q_angle, k_angle)]
+        if preparation == "rope":
+            dq_sum = joint.backward(some_q, some_k, *some, into[1:], scale=scale)
+            prepare.rotate(dq_sum, into[1], *angles, factor, back=True, into=into[:2], q_scale=scale)
+            return
         some_phase = phase if phase is None else phase[heads]
-        q2, k2 = prepare.polar(some_q, some_k, some_q_angle, some_k_angle, some_phase, preparation)
-        some = (x[rows, heads] for x in (dout, *statistics))
-        dq2 = joint.backward(q2, k2, v[rows, keys], *some, (k2, dv[rows, keys]), scale=scale)
         some_sums = sums if sums is None else sums[rows, :, heads]
-        prepare.polar_backward(
-            some_q, some_q_angle, some_phase, preparation, dq2, dq[rows, heads], some_sums, scale
-        )
-        prepare.polar_backward(some_k, some_k_angle, None, preparation, k2, dk[rows, keys], None)
+        q2, k2 = prepare.polar(some_q, some_k, *angles, some_phase, preparation)
+        dq2 = joint.backward(q2, k2, *some, (k2, into[2]), scale=scale)
+        prepare.polar_backward(some_q, angles[0], some_phase, preparation, dq2, into[0], some_sums, scale)
+        prepare.polar_backward(some_k, angles[1], None, preparation, k2, into[1], None)
+
+    for rows, keys in halves(q, k):
+        backward(rows, keys)
     return dq, dk, dv, _phase_gradient(sums, q)
 
 

@@ -218,18 +218,18 @@ def add_up_kernel(sum_ptr, out_ptr, N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.con
 
 @triton.jit
 def turn_pairs(
-    at, x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, H, T, factor, D, n,
+    at, x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, H, T, factor, scale, D, n,
     BACK: tl.constexpr, FAST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """x [B, H, T, D] with the pairs (c, c + n), c < n, turned (back) and scaled; channels from 2 n on as they are."""
+    """Scale times x [B, H, T, D] with the pairs (c, c + n), c < n, turned (back) and times factor."""
     tile, b, group = program(at, tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_N)
     inside = (t[:, None] < T) & (c[None, :] < n)
     cos, sin = turn(load_angle(angle_ptr, b * angle_row, t, c, T, n), FAST)
-    cos *= factor
-    sin *= -factor if BACK else factor
+    cos *= factor * scale
+    sin *= (-factor if BACK else factor) * scale
     first_at = tile_of(x_ptr, x_strides, b, group * HEADS, t, c)
     out_at = tile_of(out_ptr, out_strides, b, group * HEADS, t, c)
     kind = out_ptr.dtype.element_ty
@@ -242,6 +242,7 @@ def turn_pairs(
             rest = 2 * n + tl.arange(0, BLOCK_REST)
             keep_rest = (t[:, None] < T) & (rest[None, :] < D)
             passing = tl.load(tile_of(x_ptr, x_strides, b, group * HEADS + head, t, rest), keep_rest)
+            passing = (passing.to(tl.float32) * scale).to(kind)
             tl.store(tile_of(out_ptr, out_strides, b, group * HEADS + head, t, rest), passing, keep_rest)
         first_at += x_strides[1]
         out_at += out_strides[1]
@@ -251,7 +252,7 @@ def turn_pairs(
 def rotate_kernel(
     q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T,
     k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, programs,
-    factor, D, n, BACK: tl.constexpr, FAST: tl.constexpr,
+    factor, q_scale, D, n, BACK: tl.constexpr, FAST: tl.constexpr,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
@@ -259,13 +260,13 @@ def rotate_kernel(
     at = tl.program_id(0)
     if at < programs:
         turn_pairs(
-            at, q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T, factor, D, n,
+            at, q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T, factor, q_scale, D, n,
             BACK, FAST, QUERY_HEADS, BLOCK_T, BLOCK_N, BLOCK_REST,
         )  # fmt: skip
     else:
         turn_pairs(
-            at - programs, k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, factor, D, n,
-            BACK, FAST, KEY_HEADS, BLOCK_T, BLOCK_N, BLOCK_REST,
+            at - programs, k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, factor, 1.0,
+            D, n, BACK, FAST, KEY_HEADS, BLOCK_T, BLOCK_N, BLOCK_REST,
         )  # fmt: skip
 
 
@@ -309,8 +310,8 @@ def finish_rotated_kernel(
         )  # fmt: skip
     else:
         turn_pairs(
-            at - programs, k_ptr, k_strides, k_ptr, k_strides, k_angle_ptr, k_angle_row, KEY_H, S, k_factor, 2 * N, N,
-            True, FAST, KEY_HEADS, BLOCK_T, N, 0,
+            at - programs, k_ptr, k_strides, k_ptr, k_strides, k_angle_ptr, k_angle_row, KEY_H, S, k_factor, 1.0,
+            2 * N, N, True, FAST, KEY_HEADS, BLOCK_T, N, 0,
         )  # fmt: skip
 
 
@@ -447,9 +448,9 @@ def polar_backward(
 
 def rotate(
     q: Tensor, k: Tensor, q_angle: Tensor, k_angle: Tensor, factor: float,
-    *, back: bool = False, into: tuple[Tensor, Tensor] | None = None,
+    *, back: bool = False, into: tuple[Tensor, Tensor] | None = None, q_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """RoPE's rotation of the pairs (c, c + n) of q and k `[B, H, T, D]` by their angles, times factor.
+    """RoPE's rotation of the pairs (c, c + n) of q and k `[B, H, T, D]` by their angles, times factor; q times q_scale.
 
     Angles are float32 `[B | 1, T, n]`. `back=True` turns the other way: the gradient of the rotation. into: where the
     result goes; it may be q and k themselves.
@@ -459,7 +460,7 @@ def rotate(
     block_n, rest = power_of_two(n), width - 2 * n
     grid, arguments, meta = _pair(q, k, *into, q_angle, k_angle, 2 * block_n)
     rotate_kernel[grid](
-        *arguments, factor, width, n, BACK=back, FAST=fast(q), BLOCK_N=block_n,
+        *arguments, factor, q_scale, width, n, BACK=back, FAST=fast(into[0]), BLOCK_N=block_n,
         BLOCK_REST=power_of_two(rest) if rest else 0, **meta,
     )  # fmt: skip
     return into
