@@ -95,6 +95,7 @@ def load(
     q_smem, k_smem, v_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = signals
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
+    Q_STAGES: gl.constexpr = q_full.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     total = tiles * heads
     at = gl.program_id(0)
@@ -105,11 +106,14 @@ def load(
         m = tile * (PARTS * ROWS)
         b = head // H
         h = head % H
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        drawn.store(gl.full([1], at, gl.int32, one))
-        mbarrier.expect(q_full, PARTS * q_desc.block_type.nbytes)
+        stage = turn % Q_STAGES
+        here = q_full.index(stage)
+        mbarrier.wait(q_empty.index(stage), (turn // Q_STAGES & 1) ^ 1)
+        drawn.index(stage).store(gl.full([1], at, gl.int32, one))
+        mbarrier.expect(here, PARTS * q_desc.block_type.nbytes)
         for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(q_desc, [b, h, m + part * ROWS, 0], q_full, q_smem.index(part))
+            to = q_smem.index(stage * PARTS + part)
+            tma.async_copy_global_to_shared(q_desc, [b, h, m + part * ROWS, 0], here, to)
         count = blocks_of(m, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
         n = (count - 1) * BLOCK_N
         copy_in(k_desc, [b, h // GROUP, n, 0], k_smem, k_full, k_empty, step)
@@ -122,9 +126,10 @@ def load(
         copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
         step += 1
         turn += 1
-    mbarrier.wait(q_empty, (turn & 1) ^ 1)
-    drawn.store(gl.full([1], -1, gl.int32, one))
-    mbarrier.arrive(q_full)
+    stage = turn % Q_STAGES
+    mbarrier.wait(q_empty.index(stage), (turn // Q_STAGES & 1) ^ 1)
+    drawn.index(stage).store(gl.full([1], -1, gl.int32, one))
+    mbarrier.arrive(q_full.index(stage))
 
 
 @gluon.jit
@@ -144,16 +149,28 @@ def release(empty, step):
 
 
 @gluon.jit
-def weigh(scores, top, total, i, n, S, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """Weights of scores of keys from n on, and how the rows' greatest score and total change."""
+def unknown_zero(step):
+    """0 that the compiler does not know, made where this stands."""
+    return gl.inline_asm_elementwise("mov.s32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def summed(p):
+    """Sums of rows [M, 4]: those of four threads, each of its own columns."""
+    parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
+
+
+@gluon.jit
+def weigh(scores, top, i, n, S, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """Weights of scores of keys from n on, what earlier ones are to be multiplied by, and the rows' greatest score."""
     if MASKED:
-        j = n + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
-        last = gl.minimum(i, S - 1) if CAUSAL else S - 1 + i * 0
-        scores = gl.where(j[None, :] <= last[:, None], scores, UNSEEN)
+        columns = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
+        # Compared here: what is compared before the scores are there has to be kept for as many elements.
+        last = (gl.minimum(i, S - 1) if CAUSAL else S - 1 + i * 0) - n + unknown_zero(n)
+        scores = gl.where(columns[None, :] <= last[:, None], scores, UNSEEN)
     new_top = gl.maximum(top, gl.max(scores, 1) * scale_log2)
-    p = exp2(scores * scale_log2 - new_top[:, None])
-    shrink = exp2(top - new_top)
-    return p, shrink, new_top, total * shrink + gl.sum(p, 1)
+    return exp2(scores * scale_log2 - new_top[:, None]), exp2(top - new_top), new_top
 
 
 @gluon.jit
@@ -200,11 +217,22 @@ def advance(
     acc = warpgroup_mma(p, v, acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(k_empty, step)
-    weights, shrink, top, total = weigh(scores, top, total, i, n, S, scale_log2, MASKED, CAUSAL)
+    weights, shrink, top = weigh(scores, top, i, n, S, scale_log2, MASKED, CAUSAL)
+    total_row: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    total = total * gl.convert_layout(shrink, total_row)[:, None] + summed(weights)
     acc = warpgroup_mma_wait(0, deps=[acc])
     release(v_empty, step - 1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, packed(weights, dtype), top, total
+
+
+@gluon.jit
+def next_tile(drawn, full, turn):
+    """The number that was drawn for the `turn`th tile, once its queries are there; -1 after the last."""
+    STAGES: gl.constexpr = full.shape[0]
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1)
+    return gl.max(drawn.index(turn % STAGES).load(one), 0)
 
 
 @gluon.jit
@@ -222,16 +250,14 @@ def attend(
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
     out_row: gl.constexpr = gl.SliceLayout(1, out_layout)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    q = tile_in(q_smem, part)
     rows = gl.arange(0, ROWS, layout=row)
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, out_layout))
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
     step = 0
     turn = 0
-    mbarrier.wait(q_full, 0)
-    at = gl.max(drawn.load(one), 0)
+    at = next_tile(drawn, q_full, turn)
     while at >= 0:
+        q = tile_in(q_smem, turn % q_full.shape[0] * PARTS + part)
         tile, head = place(at, tiles, heads, together)
         m = tile * (PARTS * ROWS) + part * ROWS
         i = m + rows + (S - T)
@@ -251,8 +277,8 @@ def attend(
         scores = warpgroup_mma_wait(0, deps=[scores])
         release(k_empty, step)
         top = gl.full([ROWS], -1e20, gl.float32, row)
-        total = gl.zeros([ROWS], gl.float32, row)
-        weights, _, top, total = weigh(scores, top, total, i, n, S, scale_log2, True, CAUSAL)
+        weights, _, top = weigh(scores, top, i, n, S, scale_log2, True, CAUSAL)
+        total = summed(weights)
         pairs = packed(weights, dtype)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, out_layout)
         for _ in range(gl.minimum(seen_by_all, count - 1), count - 1):
@@ -267,7 +293,7 @@ def attend(
             acc, pairs, top, total = advance(
                 q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
             )  # fmt: skip
-        release(q_empty, 0)
+        release(q_empty, turn)
         p = operand(pairs, dtype, out_layout)
         v = ready(v_smem, v_full, step)
         acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -276,6 +302,7 @@ def attend(
         step += 1
         turn += 1
         t = m + rows
+        total = gl.convert_layout(gl.sum(total, 1), row)
         gl.store(lse_ptr + head.to(gl.int64) * T + t, top * LN2 + gl.log(total), t < T)
         share = gl.convert_layout(1.0 / total, out_row)
         t = gl.convert_layout(t, out_row)
@@ -284,25 +311,22 @@ def attend(
         )
         out_at += t.to(gl.int64)[:, None] * out_strides[2] + d[None, :]
         gl.store(out_at, (acc * share[:, None]).to(dtype), (t < T)[:, None] & (d < D)[None, :])
-        mbarrier.wait(q_full, turn & 1)
-        at = gl.max(drawn.load(one), 0)
+        at = next_tile(drawn, q_full, turn)
 
 
 @gluon.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr, H, GROUP, heads, tiles, together, T, S, D,
-    scale_log2, PARTS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    scale_log2, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero."""
-    smem = (buffers(PARTS, q_desc), buffers(K_STAGES, k_desc), buffers(V_STAGES, v_desc))
-    q_full = barriers(1, 1).index(0)
-    q_empty = barriers(1, PARTS)
+    smem = (buffers(Q_STAGES * PARTS, q_desc), buffers(K_STAGES, k_desc), buffers(V_STAGES, v_desc))
     signals = (
-        q_full, q_empty, barriers(K_STAGES, 1), barriers(K_STAGES, PARTS), barriers(V_STAGES, 1),
-        barriers(V_STAGES, PARTS),
+        barriers(Q_STAGES, 1), barriers(Q_STAGES, PARTS), barriers(K_STAGES, 1), barriers(K_STAGES, PARTS),
+        barriers(V_STAGES, 1), barriers(V_STAGES, PARTS),
     )  # fmt: skip
-    loading = (q_full, q_empty.index(0), signals[2], signals[3], signals[4], signals[5])
-    drawn = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    drawn = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc)
     if PARTS == 2:
@@ -317,7 +341,7 @@ def forward_kernel(
                     scale_log2, PARTS, CAUSAL,
                 )),
                 (load, (
-                    descriptors, smem, loading, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
+                    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
                 )),
             ],
             [4, 1],
@@ -339,7 +363,7 @@ def forward_kernel(
                     scale_log2, PARTS, CAUSAL,
                 )),
                 (load, (
-                    descriptors, smem, loading, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
+                    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
                 )),
             ],
             [4, 4, 1],
@@ -367,6 +391,6 @@ def forward(
     forward_kernel[(programs,)](
         *map(laid_out, descriptors), out, out.stride(), lse, torch.zeros(1, dtype=torch.int32, device=q.device),
         heads, group, rows * heads, tiles, together, queries, keys, value_width, scale * math.log2(math.e),
-        PARTS=meta["PARTS"], K_STAGES=meta["K_STAGES"], V_STAGES=meta["V_STAGES"], CAUSAL=causal, num_warps=4,
+        **{name: value for name, value in meta.items() if name != "BLOCK_N"}, CAUSAL=causal, num_warps=4,
     )  # fmt: skip
     return out, lse
