@@ -314,7 +314,7 @@ def attend(
         at = next_tile(drawn, q_full, turn)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=("H", "GROUP", "heads", "tiles", "together", "T", "S"))
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr, H, GROUP, heads, tiles, together, T, S, D,
     scale_log2, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
