@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from phasewise.kernels.decode_parts import multiprocessors
+from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import expanded_like
 from phasewise.kernels.stored_hopper import await_group, exp2, laid_out
 from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe
