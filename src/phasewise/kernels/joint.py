@@ -150,6 +150,8 @@ def gradients(
             dp = warpgroup_mma_wait(3, deps=[dp])
         delta = row_smem[1].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, score_layout))
         ds = (p * (dp - delta[None, :])).to(dtype)
+        if LATE:  # both groups have made dq of what lies there
+            mbarrier.wait(ready.index(step & 1), (step // 2 + 1) & 1)
         ds_smem.index((step & 1) * GROUPS + group).store(ds)
         ds_half = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
         if LATE:
