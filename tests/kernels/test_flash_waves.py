@@ -1,4 +1,4 @@
-"""The backward of long rows by flash-attn-4's kernel takes tiles of keys in waves: another order, the same gradients."""
+"""The backward of long rows by flash-attn-4 takes tiles of keys in waves: another order, the same gradients."""
 
 import pytest
 import torch
