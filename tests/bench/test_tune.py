@@ -1,4 +1,4 @@
-"""Tuning writes the launch table row by row; what it measures needs a GPU."""
+"""Tuning measures every row of the launch table, decides by times and writes; what it measures needs a GPU."""
 
 import json
 
@@ -7,7 +7,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.bench import tune
+from phasewise.bench.decode import tunable as decoding
+from phasewise.bench.tunable import Subject, Trial, stages
 from phasewise.kernels import table
+
+GPU = torch.cuda.is_available()
+LENGTHS = (2048, 8192)
 
 
 def row(**changes):
@@ -16,41 +21,133 @@ def row(**changes):
             "length": None, "meta": meta, **changes}  # fmt: skip
 
 
-def test_a_row_takes_the_place_of_its_predecessor_and_nothing_else_changes(tmp_path):
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """The launch table as a file of its own, read and written in the place of the committed one."""
     path = tmp_path / "launch.json"
-    before = dict(table.launch_table())
-    path.write_text(json.dumps(before))
-    tune.write(row(), path)
-    tune.write(row(meta={"BLOCK_M": 32}), path)
-    after = json.loads(path.read_text())
+    path.write_text(table.PATH.read_text())
+    monkeypatch.setattr(table, "PATH", path)
+    table.reread()
+    yield path
+    monkeypatch.undo()
+    table.reread()
+
+
+def test_rows_take_the_place_of_their_family_and_nothing_else_changes(copied):
+    before = json.loads(copied.read_text())
+    tune.write([row(length=4096), row()])
+    tune.write([row(meta={"BLOCK_M": 32})])
+    after = json.loads(copied.read_text())
     assert after["rows"] == [*before["rows"], row(meta={"BLOCK_M": 32})]
-    assert after["flash_tiles"] == before["flash_tiles"]
+    assert {**after, "rows": None} == {**before, "rows": None}
 
 
-def test_a_row_on_trial_wins_over_the_table_and_leaves_it_as_it_was():
+def test_every_kernel_and_choice_of_the_table_is_measured():
+    measured = {s.kernel for stage in stages([64], LENGTHS) for s in stage}
+    measured |= {
+        s.kernel for stage in decoding(["plain", "rope", "pope", "polar", "tapa"], [64], 4096) for s in stage
+    }
+    assert {r["kernel"] for r in table.launch_table()["rows"]} <= measured
+
+
+def test_candidates_are_the_present_row_and_what_differs_from_it():
+    families = {s.name: s for stage in stages([64], LENGTHS) for s in stage}
+    bodies = families["separable.flash.backward 64 64"].candidates({"body": "flash"})
+    assert bodies[0] == {"body": "flash"}
+    assert {"body": "stored"} in bodies
+    orders = families["separable.forward.body 128 64"].candidates({"order": ["flash", "cudnn", "triton"]})
+    assert [x["order"][0] for x in orders] == ["flash", "cudnn", "triton"]
+    present = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+    tiles = families["tapa.forward 64 64"].candidates(present)
+    assert tiles[0] == present
+    assert all(x["maxnreg"] == 168 for x in tiles)
+    assert tiles.count(present) == 1
+
+
+def test_an_order_changes_only_where_a_body_is_faster_by_more_than_the_gain():
+    bodies = [{"order": [x]} for x in ("flash", "cudnn", "triton")]
+    before = {"order": ["flash", "cudnn", "triton"]}
+    assert tune.decision(bodies, [1.0, 1.2, 1.19], before) == before
+    assert tune.decision(bodies, [1.0, 1.2, 1.1], before)["order"] == ["flash", "triton", "cudnn"]
+    refused = tune.Refused("not installed")
+    assert tune.decision(bodies, [refused, 1.2, 1.1], before)["order"] == ["triton", "cudnn", "flash"]
+
+
+@pytest.fixture
+def pretended(monkeypatch, copied):
+    """A GPU that is not there, whose times are told by `took`, and a subject with two bodies."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    asked = []
+
+    def told(work, tasks, **_):
+        while tasks:
+            task = tasks.popleft()
+            asked.append(task.subject)
+            times = {2048: {"flash": 1.0, "triton": 2.0, "stored": tune.Refused("no")}}
+            times[8192] = {"flash": 9.0, "triton": 8.0, "stored": tune.Refused("no")}
+            yield task, {n: [times[n][meta["body"]] for meta in task.metas] for n in LENGTHS}
+
+    monkeypatch.setattr(tune, "outcomes", told)
+    subject = Subject("separable.flash.backward", 64, 64, LENGTHS, lambda _: Trial(tuple, tuple))
+    return subject, asked
+
+
+def test_a_choice_is_written_for_this_device_by_lengths_and_tuning_goes_on_where_it_stopped(
+    pretended, copied, tmp_path
+):
+    subject, asked = pretended
+    journal = tmp_path / "tune.json"
+    rows = tune.tune(lambda: [[subject]], journal)
+    assert [(r["dtype"], r["length"], r["meta"]["body"]) for r in rows] == [
+        ("bfloat16", 4096, "flash"), ("bfloat16", None, "triton"),
+        ("float16", 4096, "flash"), ("float16", None, "triton"),
+    ]  # fmt: skip
+    assert json.loads(copied.read_text())["rows"][-4:] == rows
+    assert {r["device"] for r in rows} == {"a GPU"}
+    record = json.loads(journal.read_text())
+    assert record["values"]["complete"]
+    record["values"]["complete"] = False
+    journal.write_text(json.dumps(record))
+    another = Subject("tapa.backward", 64, 64, LENGTHS, lambda _: Trial(tuple, tuple))
+    asked.clear()
+    with pytest.raises(KeyError):  # the pretended GPU has no times of TAPA's bodies
+        tune.tune(lambda: [[subject, another]], journal)
+    assert set(asked) == {another.name}
+
+
+def test_a_row_on_trial_wins_over_tighter_ones_and_leaves_the_table_as_it_was(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "cpu")
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    subject = Subject("separable.forward", 64, 64, (99,), lambda _: Trial(tuple, tuple))
     before = list(table.launch_table()["rows"])
-    x = torch.zeros(1)
-    trial = row(device="cpu", dtype="float32", meta={"BLOCK_M": 128})
-    with tune._first(table.launch_table()["rows"], trial):
-        assert table.launch("tapa.forward", x, qk=64, v=64, length=9) == {"BLOCK_M": 128}
+    with tune.in_force(subject, {"BLOCK_M": 128}, 99):
+        assert table.launch("separable.forward", x, qk=64, v=64, length=99) == {"BLOCK_M": 128}
     assert table.launch_table()["rows"] == before
+    assert table.launch("separable.forward", x, qk=64, v=64, length=99) != {"BLOCK_M": 128}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_tuning_and_measuring_without_a_gpu_say_so():
+@pytest.mark.skipif(GPU, reason="a GPU is here")
+def test_tuning_and_measuring_without_a_gpu_say_so(tmp_path):
     from phasewise.cli import main
 
     with pytest.raises(ValueError, match="CUDA device"):
-        tune.tune([64])
+        tune.tune(lambda: [], tmp_path / "tune.json")
     assert main(["bench", "attention", "--out", "x.json"]) == 2
 
 
+def coarse():
+    """Few candidates of one kernel, for the GPU."""
+    (found,) = (s for s in stages([64], [2048])[0] if s.name == "separable.forward 128 64")
+    tried = tuple({"BLOCK_M": 64, "BLOCK_N": n, "num_warps": 4, "num_stages": 2} for n in (32, 64))
+    return [[Subject(found.kernel, found.qk, found.v, (1024,), found.make, tried)]]
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tuning_measures_and_keeps_what_is_right(monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        tune, "SIZES", {"BLOCK_M": (64,), "BLOCK_N": (32, 64), "num_warps": (4,), "num_stages": (2,)}
-    )
-    monkeypatch.setattr(tune, "write", lambda row: None)
-    for found in tune.tune([64], only="forward"):
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_tuning_measures_and_keeps_what_is_right(copied, tmp_path):
+    journal = tmp_path / "tune.json"
+    for found in tune.tune(coarse, journal):
         assert found["meta"]["BLOCK_M"] == 64
+    times = json.loads(journal.read_text())["values"]["subjects"]["separable.forward 128 64"]
+    assert len([x for x in times if x["ms"] > 0]) == 3

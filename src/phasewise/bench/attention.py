@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from phasewise.bench.subjects import HEADS, Subject, subjects
 from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
+from phasewise.bench.tunable import stages
+from phasewise.bench.tune import tune
 from phasewise.positions import Positions
 from phasewise.record import record
 from phasewise.reference import reference
@@ -125,7 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--only", nargs="+", default=[""], help="subjects whose name holds one of these")
     parser.add_argument("--without", nargs="+", default=[], help="no subject whose name holds one of these")
-    parser.add_argument("--tune", action="store_true", help="first rewrite the launch table for this GPU")
+    parser.add_argument(
+        "--tune", nargs="*", metavar="PART",
+        help="first rewrite this GPU's rows of the launch table, or those of kernels whose name holds a PART",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise ValueError(
@@ -134,10 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for length in options.lengths:
         if not 1 <= length <= TOKENS:
             raise ValueError(f"lengths must be from 1 to the {TOKENS} tokens of a measurement, not {length}")
-    if options.tune:
-        from phasewise.bench.tune import tune
-
-        tune(options.widths)
+    if options.tune is not None:
+        journal = options.out.with_name(f"{options.out.stem}-tune.json")
+        tune(partial(stages, options.widths, options.lengths), journal, only=options.tune or [""])
     selection = Selection(tuple(options.only), tuple(options.without))
     errors = {}
     for width in options.widths:

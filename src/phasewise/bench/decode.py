@@ -21,10 +21,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from phasewise.attention import attention
 from phasewise.bench.subjects import installed
 from phasewise.bench.timing import IN_TURNS, side_by_side
-from phasewise.bench.tune import Row, Subject, best, write
+from phasewise.bench.tunable import Subject, Trial
+from phasewise.bench.tune import tune
 from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
 from phasewise.fused import Call, Hardware, bodies, fused, obstacle
 from phasewise.kernels import separable
+from phasewise.kernels.table import Row
 from phasewise.positions import Positions
 from phasewise.record import record
 from phasewise.reference import reference
@@ -113,23 +115,21 @@ def measure(subjects: dict[str, tuple[Encoding, Run]], width: int, length: int) 
     ]  # fmt: skip
 
 
-def tune(names: Sequence[str], widths: Sequence[int], keys: int) -> list[Row]:
-    """Rewrite this GPU's rows of the launch table for kernels `decode.NAME`, by times with so many keys."""
-    written = []
-    for width in widths:
-        tensors = draw(width, keys)
-        for name in names:
-            _, run = ours(width)[{"plain": "nope", "polar": "pope"}.get(name, name)]
+def tunable(names: Sequence[str], widths: Sequence[int], keys: int) -> list[list[Subject]]:
+    """Rows of the launch table for kernels `decode.NAME`, decided by times with so many keys."""
+    return [[_tunable(name, width, keys) for width in widths for name in names]]
 
-            def attend(run: Run = run, tensors: Inputs = tensors) -> tuple[Tensor]:
-                return (run(*tensors),)
 
-            row = best(Subject(f"decode.{name}", width, width, attend), torch.bfloat16, candidates(name))
-            if row is not None:
-                written += [row, {**row, "dtype": "float16"}]
-    for row in written:
-        write(row)
-    return written
+def _tunable(name: str, width: int, keys: int) -> Subject:
+    def make(length: int) -> Trial:
+        q, k, v = draw(width, length)
+        encoding, run = ours(width)[{"plain": "nope", "polar": "pope"}.get(name, name)]
+        at = Positions.arange(length, device="cuda")
+        last = at.narrow(length - 1, 1)
+        truth, _ = reference(q[:1].double(), k[:1].double(), v[:1].double(), encoding, last, at)
+        return Trial(lambda: (run(q, k, v),), lambda: (truth,))
+
+    return Subject(f"decode.{name}", width, width, (keys,), make, tuple(candidates(name)))
 
 
 def candidates(name: str) -> Iterator[dict[str, int]]:
@@ -165,7 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             "decoding is measured on a CUDA device and there is none; `phasewise bench cpu` needs none"
         )
-    tuned = tune(options.tune, options.widths, max(options.keys))
+    tuned: list[Row] = []
+    if options.tune:
+        stages = partial(tunable, options.tune, options.widths, max(options.keys))
+        tuned = tune(stages, options.out.with_name(f"{options.out.stem}-tune.json"))
     recipe = {
         "what": "attention of one query a row, bfloat16, encodings' own work included",
         "rows": ROWS, "heads": HEADS, "key_heads": KEY_HEADS, "seed": 0, "widths": options.widths, "keys": options.keys,

@@ -1,178 +1,331 @@
-"""Launch configurations measured on this GPU and written into the committed table, `kernels/launch.json`."""
+"""The launch table measured on this GPU: `phasewise bench attention --tune`.
 
+Every candidate of `tunable` is compiled and held to the reference in a process of its own, as many at a time as there
+are processors; one at a time has the GPU to be timed. The fastest few and the present row are then measured in turns.
+"""
+
+import fcntl
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from math import isqrt
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from phasewise.bench.timing import side_by_side
+from phasewise.bench.tunable import HEADS, TOKENS, Meta, Subject, Trial
+from phasewise.bench.workers import Lost, outcomes
 from phasewise.kernels import table
 from phasewise.kernels.table import Row
-from phasewise.record import replacing
+from phasewise.record import certified, record, replacing
 
-LENGTH, HEADS, ROWS = 4096, 16, 2
-GAIN = 0.02
-SIZES: Mapping[str, tuple[int, ...]] = {
-    "BLOCK_M": (32, 64, 128),
-    "BLOCK_N": (32, 64, 128),
-    "num_warps": (4, 8),
-    "num_stages": (1, 2, 3),
-}
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A kernel of the launch table at two widths, and a call whose time its configuration decides."""
-
-    kernel: str
-    qk: int
-    v: int
-    run: Callable[[], tuple[Tensor, ...]]
+GAIN = 0.02  # by which another row must be faster than the present one
+WORST = 0.01  # relative error of a right result; bf16 operands cost 0.2 to 0.5 %
+FINALISTS, FEW = 3, 6  # metas measured in turns beside the present; as many as go there at once
+PATIENCE = 120.0  # seconds for a task, compilation included
+MOST_PROCESSES = 16
+DTYPES = ("bfloat16", "float16")  # measured in the first; instructions of the second take as long
+Stages = Callable[[], list[list[Subject]]]
 
 
-def tune(widths: list[int], *, dtype: torch.dtype = torch.bfloat16, only: str = "") -> list[Row]:
-    """Time every configuration of the attention kernels on this GPU; write those that beat the table by 2 %.
+class Task(NamedTuple):
+    """Metas of a subject to be timed at each of its lengths, in turns when they are the last ones."""
 
-    widths: of heads, [D]; PoPE's 2 D comes with each. only: kernels whose name holds this.
-    A configuration counts when it compiles, fits, and gives what the present one gives within bf16's rounding.
-    Returns the rows written. Raises ValueError without a CUDA device.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError("tuning measures a CUDA device and there is none")
-    written = []
-    for width in widths:
-        for subject in subjects(width, dtype):
-            if only in subject.kernel and (row := best(subject, dtype, candidates())) is not None:
-                written.append(row)
-                write(row)
-    return written
+    stage: int
+    subject: str
+    metas: tuple[Meta, ...]
+    final: bool
 
 
-def subjects(width: int, dtype: torch.dtype) -> Iterator[Subject]:
-    """The kernels whose tiles are free to choose, on drawn causal inputs `[2, 16, 4096, width]`."""
-    from phasewise.kernels import body, tapa_backward, tapa_forward
-    from phasewise.kernels.tapa_score import Score
+class Refused(NamedTuple):
+    """Why a candidate has no time."""
 
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def draw(channels: int) -> Tensor:
-        shape = (ROWS, LENGTH, HEADS, channels)
-        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
-
-    v, dout = draw(width), draw(width)
-    for wide in (width, 2 * width):
-        q, k = draw(wide), draw(wide)
-        how = {"scale": width**-0.5, "causal": True, "window": None, "places": None, "slopes": None}
-
-        def forward(q: Tensor = q, k: Tensor = k, how: Mapping = how) -> tuple[Tensor, ...]:
-            return body.forward(q, k, v, **how)
-
-        out, lse = forward()
-
-        def backward(
-            q: Tensor = q, k: Tensor = k, out: Tensor = out, lse: Tensor = lse, how: Mapping = how
-        ) -> tuple[Tensor, ...]:
-            into = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-            body.backward(q, k, v, out, lse, dout, None, into, **how)
-            return into
-
-        yield Subject("separable.forward", wide, width, forward)
-        yield Subject("separable.query_grad", wide, width, backward)
-        yield Subject("separable.key_grad", wide, width, backward)
-    q, k = draw(width), draw(width)
-    alpha = torch.full((), 0.1, device="cuda")
-    amplitude = width // 2
-    unit = 2 * torch.pi * (width - amplitude) ** -0.5
-    score = Score(amplitude, amplitude**-0.5, unit, linear=False, causal=True, window=None)
-    out, lse = tapa_forward.forward(q, k, v, alpha, None, score)
-    yield Subject("tapa.forward", width, width, lambda: tapa_forward.forward(q, k, v, alpha, None, score))
-
-    def tapa_gradients() -> tuple[Tensor, ...]:
-        """With that of alpha, which takes the two passes on every device."""
-        return tapa_backward.backward(dout, None, q, k, v, alpha, out, lse, None, score, alpha_grad=True)[:3]
-
-    yield Subject("tapa.query_grad", width, width, tapa_gradients)
-    yield Subject("tapa.key_grad", width, width, tapa_gradients)
+    reason: str
+    wrong: bool = False
 
 
-def candidates() -> Iterator[dict[str, int]]:
-    """Every combination of the sizes tried.
-
-    >>> sum(1 for _ in candidates())
-    54
-    """
-    for values in itertools.product(*SIZES.values()):
-        yield dict(zip(SIZES, values, strict=True))
+Result = float | Refused
+Results = Mapping[int, Sequence[Result]]
 
 
-def best(subject: Subject, dtype: torch.dtype, metas: Iterable[Mapping[str, int]]) -> Row | None:
-    """The row of the fastest of `metas` that gives what the table's does, when it is faster by 2 %."""
-    kind = str(dtype).removeprefix("torch.")
-    key = {"kernel": subject.kernel, "device": torch.cuda.get_device_name(), "dtype": kind,
-           "qk": subject.qk, "v": subject.v, "length": None}  # fmt: skip
-    expected = subject.run()
-    present = fastest = _milliseconds(subject)
-    found: Row | None = None
-    refused = 0
-    for meta in metas:
-        row = {**key, "meta": dict(meta)}
-        with _first(table.launch_table()["rows"], row):
-            try:
-                right = all(_close(*pair) for pair in zip(subject.run(), expected, strict=True))
-                took = _milliseconds(subject)
-            except Exception as error:  # the compiler has many ways to refuse a configuration
-                if "out of memory" in str(error).lower() and "resource" not in str(error).lower():
-                    raise
-                refused += 1
-                continue
-        if not right:
-            print(f"{subject.kernel} {subject.qk} {subject.v} {meta}: WRONG RESULT, not taken", flush=True)
-        elif took < min(fastest, present * (1 - GAIN)):
-            fastest, found = took, row
-    print(
-        f"{subject.kernel} {subject.qk} {subject.v}: {present:.3f} ms in the table, {fastest:.3f} ms "
-        f"{'stays' if found is None else found['meta']}; {refused} configurations refused",
-        flush=True,
-    )
-    return found
+@dataclass
+class Work:
+    """What a process does: the tasks of `stages`, the GPU shared by turns; the last subject's inputs are kept."""
 
+    stages: Stages
+    turn: str
+    kept: tuple[str, dict[int, Trial]] = field(default=("", {}))
 
-def _milliseconds(subject: Subject) -> float:
-    return side_by_side({subject.kernel: subject.run}, rounds=1, repeats=7)[subject.kernel].median
+    def __call__(self, task: Task) -> Results:
+        table.reread()
+        subject = next(s for s in self.stages()[task.stage] if s.name == task.subject)
+        if self.kept[0] != subject.name:
+            self.kept = subject.name, {}
+        return {length: self.timed(subject, task, length) for length in subject.lengths}
 
+    def timed(self, subject: Subject, task: Task, length: int) -> list[Result]:
+        trials = self.kept[1]
+        if length not in trials:
+            with self.alone():
+                trials[length] = subject.make(length)
+                trials[length].truth()
+        trial = trials[length]
+        found: list[Result] = [self.checked(subject, trial, meta, length) for meta in task.metas]
 
-def _close(mine: Tensor, right: Tensor) -> bool:
-    return bool((mine.double() - right.double()).norm() <= 0.01 * right.double().norm())
+        def run(meta: Meta) -> object:
+            with in_force(subject, meta, length):
+                return trial.run()
+
+        calls = {
+            str(i): partial(run, task.metas[i]) for i, x in enumerate(found) if not isinstance(x, Refused)
+        }
+        if calls:
+            with self.alone():
+                times = side_by_side(calls, rounds=7, repeats=3 if task.final else 1)
+            for i, took in times.items():
+                found[int(i)] = took.median
+        return found
+
+    def checked(self, subject: Subject, trial: Trial, meta: Meta, length: int) -> Result:
+        """A time to come, or why there is none."""
+        try:
+            with in_force(subject, meta, length):
+                error = trial.error()
+        except Exception as refusal:  # compilers have many ways to refuse a configuration
+            torch.cuda.synchronize()  # raises where the process cannot go on
+            return Refused(f"{type(refusal).__name__}: {refusal}".splitlines()[0][:200])
+        return 0.0 if error < WORST else Refused(f"wrong: {error:.1e} from the reference", wrong=True)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with open(self.turn, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+            torch.cuda.synchronize()
 
 
 @contextmanager
-def _first(rows: list[Row], row: Row) -> Iterator[None]:
-    """Let `row` be the table's first, so that it wins over equals, for as long as the block lasts."""
-    rows.insert(0, row)
+def in_force(subject: Subject, meta: Meta, length: int) -> Iterator[None]:
+    """Let `meta`, and what brings the call about, win over all rows of the table for as long as the block lasts."""
+    rows = table.launch_table()["rows"]
+    trial = [
+        row_of(subject, name, x, DTYPES[0], length)
+        for name, x in {**subject.fixed, subject.kernel: meta}.items()
+    ]
+    rows[:0] = trial
     table.forget_choices()
     try:
         yield
     finally:
-        rows.remove(row)
+        del rows[: len(trial)]
         table.forget_choices()
 
 
-def write(row: Row, path: Path = table.PATH) -> None:
-    """Put `row` into the launch table in the place of the one for the same kernel, device, dtype and widths."""
-    present = json.loads(path.read_text())
-    same = ("kernel", "device", "dtype", "qk", "v", "length")
-    rows = [other for other in present["rows"] if any(other[name] != row[name] for name in same)] + [row]
-    others = {name: value for name, value in present.items() if name != "rows"}
-    parts = [f'  "{name}": {_lines(value)}' for name, value in {"rows": rows, **others}.items()]
-    with replacing(path) as unfinished:
+def row_of(subject: Subject, kernel: str, meta: Meta, dtype: str, length: int | None) -> Row:
+    return {
+        "kernel": kernel, "device": torch.cuda.get_device_name(), "dtype": dtype, "qk": subject.qk, "v": subject.v,
+        "length": length, "meta": dict(meta),
+    }  # fmt: skip
+
+
+def present(subject: Subject, length: int) -> Meta:
+    """The row that serves a subject on this device, or else on any other that the table knows."""
+    device, kind = torch.cuda.get_device_name(), getattr(torch, DTYPES[0])
+    sizes = {"qk": subject.qk, "v": subject.v, "length": length}
+    try:
+        return table.row(subject.kernel, device, kind, **sizes)["meta"]
+    except ValueError:
+        others = {r["device"] for r in table.launch_table()["rows"] if r["kernel"] == subject.kernel}
+        return table.row(subject.kernel, max(others - {"cpu"}), kind, **sizes)["meta"]
+
+
+def tune(stages: Stages, journal: Path, *, only: Sequence[str] = ("",)) -> list[Row]:
+    """Time the candidates of every subject on this GPU; write the rows that beat the table by 2 %.
+
+    stages: subjects, those of a stage to be decided before those of the next. only: subjects whose name holds one of
+    these. journal: a record of all that was measured, subject by subject. What it has of this device and these
+    versions is not measured again: so tuning goes on where it was interrupted.
+
+    Returns the rows written, of this device alone; each family of rows is written whole, when it is decided. Raises
+    ValueError without a CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("tuning measures a CUDA device and there is none")
+    decided = Decided.resumed(journal)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Work(stages, os.path.join(folder, "turn"))
+        for number, stage in enumerate(stages()):
+            subjects = [
+                s for s in stage if any(part in s.name for part in only) and s.name not in decided.values
+            ]
+            for subject, metas, results in measured(work, number, subjects):
+                decided.add(subject, metas, results)
+    decided.keep(complete=True)
+    return decided.rows
+
+
+def measured(
+    work: Work, stage: int, subjects: Sequence[Subject]
+) -> Iterator[tuple[Subject, list[Meta], Results]]:
+    """Each subject with its finalists, the present rows first, and their times at each length."""
+    named = {subject.name: subject for subject in subjects}
+    first = {s.name: [present(s, length) for length in s.lengths] for s in subjects}
+    screened: dict[str, list[tuple[float, Meta]]] = {name: [] for name in named}
+    left: dict[str, int] = {}
+    tasks: deque[Task] = deque()
+    for subject in subjects:
+        metas = unique([*first[subject.name], *subject.candidates(first[subject.name][0])])
+        few = len(metas) <= FEW
+        groups = [tuple(metas)] if few else [(meta,) for meta in metas]
+        left[subject.name] = len(groups)
+        tasks += [Task(stage, subject.name, group, few) for group in groups]
+    processes = min(MOST_PROCESSES, os.cpu_count() or 1)
+    for task, found in outcomes(work, tasks, processes=processes, seconds=PATIENCE):
+        subject = named[task.subject]
+        if isinstance(found, Lost):
+            print(f"{subject.name} {task.metas}: {found.reason}", flush=True)
+            found = {length: [Refused(found.reason)] * len(task.metas) for length in subject.lengths}
+        if task.final:
+            yield subject, list(task.metas), found
+            continue
+        for at, meta in enumerate(task.metas):
+            times = [results[at] for results in found.values()]
+            if all(isinstance(x, float) for x in times):
+                screened[subject.name].append((sum(x for x in times if isinstance(x, float)), meta))
+            elif wrong := next((x for x in times if isinstance(x, Refused) and x.wrong), None):
+                print(f"{subject.name} {meta}: {wrong.reason}", flush=True)
+        left[subject.name] -= 1
+        if left[subject.name] == 0:
+            fastest = [meta for _, meta in sorted(screened[subject.name], key=lambda x: x[0])[:FINALISTS]]
+            tasks.appendleft(Task(stage, subject.name, tuple(unique([*first[subject.name], *fastest])), True))
+
+
+def unique(metas: Sequence[Meta]) -> list[Meta]:
+    """Without repeats, in order."""
+    return [meta for i, meta in enumerate(metas) if meta not in metas[:i]]
+
+
+@dataclass
+class Decided:
+    """What was measured and written so far, and its record."""
+
+    journal: Path
+    values: dict[str, Any]
+    rows: list[Row]
+
+    @classmethod
+    def resumed(cls, journal: Path) -> "Decided":
+        """From the record of a tuning that was interrupted here, when there is one."""
+        if journal.exists():
+            known = json.loads(journal.read_text())
+            now = certified(recipe=known["recipe"], values=known["values"], device="cuda")
+            same = all(known[name] == now[name] for name in ("device", "versions", "commit"))
+            if same and not known["values"]["complete"]:
+                return cls(journal, known["values"]["subjects"], known["values"]["rows"])
+        return cls(journal, {}, [])
+
+    def add(self, subject: Subject, metas: list[Meta], results: Results) -> None:
+        """Decide a subject, write its rows if it changes, and the record."""
+        before = {length: present(subject, length) for length in subject.lengths}
+        after = {n: decision(metas, results[n], before[n]) for n in subject.lengths}
+        self.values[subject.name] = [
+            {"length": n, "meta": dict(meta), **({"refused": x.reason} if isinstance(x, Refused) else {"ms": x})}
+            for n in subject.lengths
+            for meta, x in zip(metas, results[n], strict=True)
+        ]  # fmt: skip
+        if after != before:
+            rows = [
+                row_of(subject, subject.kernel, meta, dtype, length)
+                for dtype in DTYPES
+                for length, meta in buckets(after)
+            ]
+            write(rows)
+            self.rows += rows
+        print(line(subject, metas, results, before, after), flush=True)
+        self.keep(complete=False)
+
+    def keep(self, *, complete: bool) -> None:
+        recipe = {
+            "what": "the finalists for rows of the launch table, held to the reference in float32, measured in turns",
+            "gain": GAIN, "tokens": TOKENS, "heads": HEADS, "seed": 0,
+            "samples": "7 rounds of 3 replays of a CUDA graph",
+        }  # fmt: skip
+        values = {"complete": complete, "subjects": self.values, "rows": self.rows}
+        record(self.journal, recipe=recipe, values=values, device="cuda")
+
+
+def decision(metas: Sequence[Meta], results: Sequence[Result], before: Meta) -> Meta:
+    """The fastest meta if it beats the present one by 2 %; an order of bodies is put in that of their times.
+
+    >>> decision([{"body": "a"}, {"body": "b"}], [1.0, 0.99], {"body": "a"})
+    {'body': 'a'}
+    >>> decision([{"order": ["a", "b"]}, {"order": ["b", "a"]}], [1.0, 0.9], {"order": ["a", "b"]})
+    {'order': ['b', 'a']}
+    """
+    timed = [(x, meta) for x, meta in zip(results, metas, strict=True) if isinstance(x, float)]
+    if not timed:
+        return before
+    if "order" in before:
+        took = {meta["order"][0]: x for x, meta in timed}
+        order: list[str] = []
+        for body in before["order"]:
+            place = len(order)
+            while (
+                place > 0
+                and body in took
+                and took[body] < (1 - GAIN) * took.get(order[place - 1], float("inf"))
+            ):
+                place -= 1
+            order.insert(place, body)
+        return {"order": order}
+    took, fastest = min(timed, key=lambda x: x[0])
+    known = next((x for x, meta in timed if meta == before), None)
+    return fastest if known is None or took < (1 - GAIN) * known else before
+
+
+def buckets(after: Mapping[int, Meta]) -> Iterator[tuple[int | None, Meta]]:
+    """The greatest length that each meta serves, halfway (in octaves) between those measured, equal neighbours as one.
+
+    >>> list(buckets({2048: {"body": "a"}, 8192: {"body": "b"}, 32768: {"body": "b"}}))
+    [(4096, {'body': 'a'}), (None, {'body': 'b'})]
+    """
+    lengths = sorted(after)
+    for length, following in itertools.zip_longest(lengths, lengths[1:]):
+        if following is None:
+            yield None, after[length]
+        elif after[length] != after[following]:
+            yield isqrt(length * following), after[length]
+
+
+def line(subject: Subject, metas: Sequence[Meta], results: Results, before: Mapping, after: Mapping) -> str:
+    parts = []
+    for length, found in results.items():
+        times = {str(meta): x for meta, x in zip(metas, found, strict=True) if isinstance(x, float)}
+        was, now = (times.get(str(x[length])) for x in (before, after))
+        changed = "stays" if before[length] == after[length] else f"{dict(after[length])}"
+        parts.append(f"at {length} {was and round(was, 4)} -> {now and round(now, 4)} ms {changed}")
+    return f"{subject.name}: {'; '.join(parts)}"
+
+
+def write(rows: Sequence[Row]) -> None:
+    """Put rows into the launch table in the place of those of the same kernel, device, dtype and widths."""
+    document = json.loads(table.PATH.read_text())
+    family = ("kernel", "device", "dtype", "qk", "v")
+    replaced = {tuple(row[name] for name in family) for row in rows}
+    kept = [row for row in document["rows"] if tuple(row[name] for name in family) not in replaced]
+    document["rows"] = [*kept, *rows]
+    parts = [f'  "{name}": {_lines(value)}' for name, value in document.items()]
+    with replacing(table.PATH) as unfinished:
         unfinished.write_text("{\n" + ",\n".join(parts) + "\n}\n")
-    table.launch_table.cache_clear()
-    table.forget_choices()
+    table.reread()
 
 
 def _lines(rows: list[Row]) -> str:

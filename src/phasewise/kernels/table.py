@@ -38,10 +38,14 @@ def chosen(
     kernel: str, on: torch.device, kind: torch.dtype, qk: int, v: int, length: int
 ) -> Mapping[str, Any]:
     """What `launch` gives: a function of the table, which whoever changes it forgets."""
-    device = name_of(on) or on.type
-    for row in _rows(kernel, device, kind):
-        if qk <= (row["qk"] or qk) and v <= (row["v"] or v) and length <= (row["length"] or length):
-            return row["meta"]
+    return row(kernel, name_of(on) or on.type, kind, qk=qk, v=v, length=length)["meta"]
+
+
+def row(kernel: str, device: str, kind: torch.dtype, *, qk: int, v: int, length: int) -> Row:
+    """The row that serves these sizes on a device, by its name."""
+    for one in _rows(kernel, device, kind):
+        if qk <= (one["qk"] or qk) and v <= (one["v"] or v) and length <= (one["length"] or length):
+            return one
     name = str(kind).removeprefix("torch.")
     raise ValueError(f"{kernel} has no launch configuration for {name}, widths {qk} and {v}, {device}")
 
@@ -68,6 +72,12 @@ def forget_choices() -> None:
     """Choose anew from now on, as the table has changed."""
     chosen.cache_clear()
     _rows.cache_clear()
+
+
+def reread() -> None:
+    """Read the table anew, as its file may have changed."""
+    launch_table.cache_clear()
+    forget_choices()
 
 
 @functools.cache

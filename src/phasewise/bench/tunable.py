@@ -1,0 +1,287 @@
+"""What `phasewise bench attention --tune` chooses between: rows of the launch table, and calls whose time they decide.
+
+Letters: B rows, H heads, T queries and keys, D the width of heads.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phasewise.encodings import TAPA, Encoding, PoPE, RoPE
+from phasewise.encodings.base import angles
+from phasewise.frequencies import Geometric
+from phasewise.kernels import library, tapa
+from phasewise.kernels.hardware import name_of
+from phasewise.kernels.table import launch_table, ranked
+from phasewise.positions import Positions
+from phasewise.reference import reference
+
+TOKENS, HEADS, JUDGED = 32_768, 16, 2  # JUDGED heads of the first row are held to the reference
+TILED, SMALL = 4096, 2048  # lengths that tiles, and few queries, are measured at
+Meta = Mapping[str, Any]
+Tensors = tuple[Tensor, ...]
+TILES = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3)}
+PRODUCTS = {"num_warps": (8, 16), "num_stages": (3, 4)}
+GRIDS: Mapping[str, Mapping[str, tuple]] = {
+    "separable.forward": TILES,
+    "separable.query_grad": TILES,
+    "separable.key_grad": TILES,
+    "separable.score_grad": {"together": (4, 8, 16)},
+    "separable.query_product": {"BLOCK_N": (32, 64), "together": (4, 8, 16), **PRODUCTS},
+    "separable.key_product": {"BLOCK_M": (32, 64), "together": (4, 8, 16), **PRODUCTS},
+    "tapa.forward": TILES,
+    "tapa.query_grad": TILES,
+    "tapa.key_grad": TILES,
+    "tapa.joint": {"BLOCK_M": (32, 64), "STAGES": (2, 3), "maxnreg": (128, 168)},
+    "tapa.flash.forward": {"tile_m": (128, 192), "tile_n": (64, 96, 128), "turn": (0.3, 0.5)},
+    "separable.flash.ahead": {"programs": (0, 24, 32, 44, 60)},
+    "separable.flash.stays": {"queries": (0, 50_000, 100_000, 1 << 40)},
+}
+"""Values tried of a row's settings, in all combinations; what is not named stays as it is."""
+
+
+class Trial(NamedTuple):
+    """A call whose time is measured, and what it has to give: `truth` for the first heads of the first row."""
+
+    run: Callable[[], Tensors]
+    truth: Callable[[], Tensors]
+
+    def error(self) -> float:
+        """The greatest relative error of a result."""
+        pairs = zip(self.run(), self.truth(), strict=True)
+        return max(((x[:1, : y.shape[1]].double() - y).norm() / y.norm()).item() for x, y in pairs)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A family of rows, of one kernel or choice at two widths, and the call that they decide at each length.
+
+    settings: what is tried in the place of the row's; none for rows that name bodies, of which all that the table
+    names are tried. fixed: rows that have to be in force for the call to come to the kernel.
+    """
+
+    kernel: str
+    qk: int
+    v: int
+    lengths: tuple[int, ...]
+    make: Callable[[int], Trial]
+    settings: tuple[Meta, ...] = ()
+    fixed: Mapping[str, Meta] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {self.qk} {self.v}"
+
+    def candidates(self, present: Meta) -> list[Meta]:
+        """The present row, then every other that is tried."""
+        if "order" in present:
+            order = present["order"]
+            tried = [{"order": [body, *(x for x in order if x != body)]} for body in order]
+        elif "body" in present:
+            named = {r["meta"]["body"] for r in launch_table()["rows"] if r["kernel"] == self.kernel}
+            tried = [{**present, "body": body} for body in sorted(named)]
+        else:
+            tried = [{**present, **settings} for settings in self.settings]
+        return [present, *(meta for meta in tried if meta != present)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One encoding's attention at a width and a length: drawn causal inputs, `[B, 16, T, D]`, and both passes."""
+
+    kind: str
+    width: int
+    length: int
+    rows: int
+
+    @cached_property
+    def inputs(self) -> Tensors:
+        """bf16 q, k, v and a gradient of the output, stored place by place."""
+        generator = torch.Generator("cuda").manual_seed(0)
+        shape = (self.rows, self.length, HEADS, self.width)
+        options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+        return tuple(torch.randn(shape, **options).transpose(1, 2) for _ in range(4))
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        """For JUDGED heads."""
+        built: Mapping[str, Callable[[], Encoding]] = {
+            "rope": lambda: RoPE(head_dim=self.width),
+            "pope": lambda: PoPE(num_heads=JUDGED, head_dim=self.width),
+            "tapa": lambda: TAPA(head_dim=self.width, alpha=0.1),
+        }
+        return built[self.kind]().cuda()
+
+    @cached_property
+    def turned(self) -> tuple[Tensor | None, ...]:
+        """What the operator turns queries and keys by."""
+        polar = self.kind == "pope"
+        rates = Geometric(base=10_000.0).rates(self.width // (1 if polar else 2), device="cuda")
+        turns = angles(torch.arange(self.length, device="cuda")[None], rates)
+        return turns, turns, torch.zeros(HEADS, self.width, device="cuda") if polar else None
+
+    @property
+    def tapa_settings(self) -> tuple[int, float, float, bool, bool, None]:
+        parts = self.width // 2
+        return parts, parts**-0.5, 2 * torch.pi * parts**-0.5, False, True, None
+
+    def settings(self, body: str) -> tuple[str, float, float, bool, None, str]:
+        return "softplus" if self.kind == "pope" else "rope", 1.0, self.width**-0.5, True, None, body
+
+    def forward(self, body: str) -> Tensors:
+        """Output, log-sum-exp, and what else the operator saves."""
+        q, k, v, _ = self.inputs
+        if self.kind == "tapa":
+            alpha = torch.full((), 0.1, device="cuda")
+            return tapa.tapa(q, k, v, alpha, *(None,) * 4, *self.tapa_settings, body)
+        return library.separable(q, k, v, *self.turned, *(None,) * 5, *self.settings(body))
+
+    @cached_property
+    def saved(self) -> Tensors:
+        """q, k, output and log-sum-exp as the backward takes them."""
+        out, lse, *rotated = self.forward("triton")
+        return *(rotated if self.kind == "rope" else self.inputs[:2]), out, lse
+
+    def backward(self, body: str) -> Tensors:
+        """Gradients of q, k and v."""
+        (_, _, v, dout), (q, k, out, lse) = self.inputs, self.saved
+        if self.kind == "tapa":
+            alpha = torch.full((), 0.1, device="cuda")
+            given = (dout, None, q, k, v, alpha, out, lse, *(None,) * 4)
+            return tapa.tapa_backward(*given, *self.tapa_settings, False)[:3]
+        given = (q, k, v, out, lse, dout, None, *self.turned, *(None,) * 5)
+        return library.separable_backward(*given, *self.settings(body))[:3]
+
+    @cached_property
+    def truth(self) -> Tensors:
+        """Output and gradients of q, k and v for JUDGED heads of the first row, in float32."""
+        q, k, v, dout = (x[:1, :JUDGED].float() for x in self.inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        at = Positions.arange(self.length, device="cuda")
+        with torch.enable_grad():
+            out, _ = reference(q, k, v, self.encoding, at, at)
+            return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+    def onward(self, body: Callable[[], str]) -> Trial:
+        return Trial(lambda: self.forward(body())[:1], lambda: self.truth[:1])
+
+    def back(self, body: str) -> Trial:
+        return Trial(lambda: self.backward(body), lambda: self.truth[1:])
+
+
+def combinations(kernel: str) -> tuple[Meta, ...]:
+    """What is tried of a kernel's settings.
+
+    >>> combinations("separable.flash.ahead")[:2]
+    ({'programs': 0}, {'programs': 24})
+    """
+    grid = GRIDS.get(kernel, {})
+    return tuple(
+        dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values
+    )
+
+
+def stages(widths: Sequence[int], lengths: Sequence[int]) -> list[list[Subject]]:
+    """Tiles; then, with those, forms and bodies of a pass; then, with those, the order of auto's bodies."""
+    tiles: list[Subject] = []
+    bodies: list[Subject] = []
+    orders: list[Subject] = []
+    for width, kind in itertools.product(widths, ("rope", "pope", "tapa")):
+        family = Family(kind, width, tuple(sorted(lengths)))
+        tiles += family.tiles()
+        bodies += family.bodies()
+        orders.append(family.order())
+    present = {row["kernel"] for row in launch_table()["rows"]}
+    return [[s for s in stage if s.kernel in present] for stage in (tiles, bodies, orders)]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One encoding at one width: all that is chosen for it."""
+
+    kind: str
+    width: int
+    lengths: tuple[int, ...]
+
+    @property
+    def operator(self) -> str:
+        return "tapa" if self.kind == "tapa" else "separable"
+
+    def case(self, length: int) -> Case:
+        return Case(self.kind, self.width, length, TOKENS // length)
+
+    def onward(self, body: str, length: int) -> Trial:
+        return self.case(length).onward(lambda: body)
+
+    def back(self, body: str, length: int) -> Trial:
+        return self.case(length).back(body)
+
+    def small(self, length: int) -> Trial:
+        """Forward passes of few queries, of one, two and four rows."""
+        *fewer, last = (Case(self.kind, self.width, length, rows) for rows in (1, 2, 4))
+
+        def run() -> Tensors:
+            for case in fewer:
+                case.forward("flash")
+            return last.forward("flash")[:1]
+
+        return Trial(run, lambda: last.truth[:1])
+
+    def tile(self, name: str, make: Callable[[int], Trial], **fixed: str) -> Subject:
+        rows = {f"{self.operator}.{choice}": {"body": body} for choice, body in fixed.items()}
+        return self.subject(name, (TILED,), make, rows)
+
+    def subject(
+        self,
+        name: str,
+        lengths: tuple[int, ...],
+        make: Callable[[int], Trial],
+        fixed: Mapping[str, Meta] | None = None,
+    ) -> Subject:
+        kernel = f"{self.operator}.{name}"
+        qk = self.width * (2 if self.kind == "pope" else 1)
+        return Subject(kernel, qk, self.width, lengths, make, combinations(kernel), fixed or {})
+
+    def tiles(self) -> Iterator[Subject]:
+        onward, back = partial(self.onward, "triton"), partial(self.back, "triton")
+        if self.kind == "tapa":
+            yield self.tile("forward", onward)
+            yield self.tile("flash.forward", partial(self.onward, "flash"))
+            for name in ("query_grad", "key_grad"):
+                yield self.tile(name, back, backward="passes")
+            yield self.tile("joint", back, backward="joint")
+            return
+        yield self.tile("forward", onward)
+        for name in ("query_grad", "key_grad"):
+            yield self.tile(name, back, **{"triton.backward": "triton"})
+        if self.kind == "pope":
+            for name in ("score_grad", "query_product", "key_product"):
+                yield self.tile(name, back, **{"triton.backward": "stored"})
+
+    def bodies(self) -> Iterator[Subject]:
+        if self.kind == "tapa":
+            yield self.subject("backward", self.lengths, partial(self.back, "triton"))
+            return
+        yield self.subject("flash.stays", (SMALL,), self.small)
+        yield self.subject("flash.ahead", self.lengths, partial(self.onward, "flash"))
+        yield self.subject("triton.forward", self.lengths, partial(self.onward, "triton"))
+        for body in ("flash", "triton"):
+            yield self.subject(f"{body}.backward", self.lengths, partial(self.back, body))
+
+    def order(self) -> Subject:
+        """Auto's order, of which the first runs."""
+
+        def make(length: int) -> Trial:
+            def first() -> str:
+                device, kind = name_of(torch.device("cuda")), torch.bfloat16
+                return ranked(order.kernel, device, kind, qk=order.qk, v=order.v, length=length)[0]
+
+            return self.case(length).onward(first)
+
+        order = self.subject("forward.body", self.lengths, make)
+        return order

@@ -1,0 +1,41 @@
+import os
+import signal
+import time
+from collections import deque
+
+import pytest
+
+from phasewise.bench.workers import Lost, outcomes
+
+
+def work(task):
+    if task == "raise":
+        raise ValueError("no such thing")
+    if task == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if task == "hang":
+        time.sleep(600)
+    return task, os.getpid()
+
+
+@pytest.mark.slow
+def test_tasks_that_raise_die_or_hang_are_lost_and_the_others_done():
+    tasks = deque(["raise", "die", "hang", "one", "two"])
+    started = time.monotonic()
+    found = dict(outcomes(work, tasks, processes=2, seconds=6))
+    assert time.monotonic() - started < 60
+    assert found["raise"] == Lost("ValueError: no such thing")
+    assert found["die"] == Lost("its process ended with -9")
+    assert found["hang"] == Lost("no end in 6 s")
+    assert [found[name][0] for name in ("one", "two")] == ["one", "two"]
+
+
+def test_a_process_serves_many_tasks_and_tasks_may_be_added_meanwhile():
+    tasks = deque([1])
+    served = []
+    for task, (_, process) in outcomes(work, tasks, processes=1, seconds=60):
+        served.append((task, process))
+        if task < 3:
+            tasks.append(task + 1)
+    assert [task for task, _ in served] == [1, 2, 3]
+    assert len({process for _, process in served}) == 1
