@@ -30,6 +30,14 @@ def pytest_runtest_setup(item):
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
+    """What a test held of a GPU's memory is free for the processes that share it."""
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def tens_of_gigabytes(tmp_path_factory):
     """For tests that take much of a GPU's memory: one at a time, of all processes that share the tests."""
