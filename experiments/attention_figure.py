@@ -5,22 +5,43 @@ python -m experiments.attention_figure results/attention/h200.json results/atten
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.readme_figure import measured_on, with_table
 from phasewise.figures import figure
+from phasewise.kernels.table import ranked
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "attention.md"
 FIGURE = ROOT / "docs" / "figures" / "attention_cost.svg"
-MARKER = "cost"
-SUMMARY = "ratios"
-PEERS = "peers"
 BASELINE = "flash-attn-4"
 PEER = "flash-attention-2"
-ROUTES = ("flash", "cudnn", "triton")
-"""What auto takes, the first that there is."""
+ALONE = "cudnn"
+PEERS = ("flex", "PoPE-pytorch")
+ENCODINGS = ("plain", "rope", "pope", "tapa", "alibi")
+Rows = dict[tuple[str, int, int], dict[str, Any]]
+"""By subject, width and length."""
+
+
+def rows_of(document: dict[str, Any]) -> Rows:
+    return {(row["subject"], row["width"], row["length"]): row for row in document["values"]["times"]}
+
+
+def sizes_of(found: Rows) -> tuple[list[int], list[int]]:
+    """Widths and lengths that were measured."""
+    return sorted({width for _, width, _ in found}), sorted({length for *_, length in found})
+
+
+def auto(found: Rows, device: str, encoding: str, width: int, length: int, without: str = "") -> str | None:
+    """The body that auto takes of those measured, by the launch table; without: what is not installed."""
+    kernel = "tapa.forward.body" if encoding == "tapa" else "separable.forward.body"
+    qk = width * (2 if encoding == "pope" else 1)
+    order = ranked(kernel, device, torch.bfloat16, qk=qk, v=width, length=length)
+    return next((x for x in order if x != without and (f"{encoding} {x}", width, length) in found), None)
 
 
 def table(document: dict[str, Any]) -> str:
@@ -42,41 +63,94 @@ def table(document: dict[str, Any]) -> str:
             ]
         lines.append("| " + " | ".join(map(str, [*cells, f"{row['peak_bytes'] / 2**20:.0f}"])) + " |")
     recipe = document["recipe"]
-    note = f"; {recipe['note']}" if "note" in recipe else ""
     lines += [
         "",
         f"Median (quartiles) of {recipe['samples']}; {recipe['what']}; {recipe['heads']} heads, "
         f"{recipe['tokens']:,} tokens in all, causal. Ratios are to plain {BASELINE} in the same run. "
-        f"{measured_on(document)}{note}.",
+        f"{measured_on(document)}{_note(document)}.",
     ]
     return "\n".join(lines)
 
 
-def summary(document: dict[str, Any]) -> str:
-    """Markdown: what auto takes for each encoding, over plain flash-attn-4 and FlashAttention-2, at every length."""
-    rows = document["values"]["times"]
-    found = {(row["subject"], row["width"], row["length"]): row for row in rows}
-    widths, lengths = (sorted({row[name] for row in rows}) for name in ("width", "length"))
-    columns = [(kind, baseline) for baseline in (BASELINE, PEER) for kind in ("forward", "both")]
+def ratios(document: dict[str, Any], baselines: tuple[str, ...], without: str = "") -> str:
+    """Markdown: what auto takes for each encoding, over each plain attention, at every length."""
+    found = rows_of(document)
+    widths, lengths = sizes_of(found)
+    columns = [(kind, baseline) for baseline in baselines for kind in ("forward", "both")]
     heads = [f"{'with backward' if kind == 'both' else kind}, over {baseline}" for kind, baseline in columns]
     lines = [
         f"| at {', '.join(map(str, lengths))} tokens | {' | '.join(heads)} |",
         "|---|" + "---|" * len(columns),
     ]
-    for encoding in ("rope", "pope", "tapa"):
+    for encoding in ENCODINGS:
         for width in widths:
-            route = next((r for r in ROUTES if (f"{encoding} {r}", width, lengths[0]) in found), None)
-            if route is None:
+            bodies = [auto(found, document["device"], encoding, width, n, without) for n in lengths]
+            if None in bodies:
                 continue
+            taken = [found[f"{encoding} {body}", width, n] for body, n in zip(bodies, lengths, strict=True)]
             cells = [
-                ", ".join(
-                    f"{found[f'{encoding} {route}', width, length][f'{kind}_to_{baseline}']:.2f}"
-                    for length in lengths
-                )
+                ", ".join(f"{row[f'{kind}_to_{baseline}']:.2f}" for row in taken)
                 for kind, baseline in columns
             ]
-            lines.append(f"| {encoding} {route}, D = {width} | {' | '.join(cells)} |")
+            names = ", ".join(map(str, dict.fromkeys(bodies)))
+            lines.append(f"| {encoding} {names}, D = {width} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def memory(document: dict[str, Any]) -> str:
+    """Markdown: peak memory of PoPE's forward and backward over RoPE's, with flash-attn-4 and with torch alone."""
+    found = rows_of(document)
+    widths, lengths = sizes_of(found)
+
+    def peak(encoding: str, width: int, length: int, without: str) -> int:
+        body = auto(found, document["device"], encoding, width, length, without)
+        return found[f"{encoding} {body}", width, length]["peak_bytes"]
+
+    lines = [
+        f"| at {', '.join(map(str, lengths))} tokens | {' | '.join(f'D = {width}' for width in widths)} |",
+        "|---|" + "---|" * len(widths),
+    ]
+    for name, without in (("with flash-attn-4", ""), ("torch alone", "flash")):
+        cells = [
+            ", ".join(
+                f"{peak('pope', width, n, without) / peak('rope', width, n, without):.2f}" for n in lengths
+            )
+            for width in widths
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def others(documents: list[dict[str, Any]]) -> str:
+    """Markdown: other people's ways to an encoding beside what auto takes in the same run, over plain flash-attn-4."""
+    lines = [
+        "| D | T | implementation | forward, ms | ratio | with backward, ms | ratio | peak, MiB |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    recorded = []
+    for document in documents:
+        found = rows_of(document)
+        if any(subject.partition(" ")[2] in PEERS for subject, *_ in found):
+            recorded.append(measured_on(document) + _note(document))
+        for (subject, width, length), peer in found.items():
+            encoding, _, name = subject.partition(" ")
+            if name not in PEERS:
+                continue
+            body = auto(found, document["device"], encoding, width, length)
+            lines += [_beside(row) for row in (peer, found.get((f"{encoding} {body}", width, length))) if row]
+    return "\n".join([*dict.fromkeys(lines), "", f"{'; '.join(recorded)}."])
+
+
+def _beside(row: dict[str, Any]) -> str:
+    cells = [row["width"], row["length"], row["subject"]]
+    for kind in ("forward", "both"):
+        cells += [f"{row[f'{kind}_ms']['median']:.3f}", f"{row[f'{kind}_to_{BASELINE}']:.2f}"]
+    return "| " + " | ".join(map(str, [*cells, f"{row['peak_bytes'] / 2**20:.0f}"])) + " |"
+
+
+def _note(document: dict[str, Any]) -> str:
+    note = document["recipe"].get("note")
+    return "" if note is None else f"; {note}"
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
@@ -105,17 +179,26 @@ def draw(document: dict[str, Any], path: Path) -> None:
         drawn.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(lengths))
 
 
-def main(report: Path, peers: Path) -> None:
-    document = json.loads(report.read_text())
+def main(reports: list[Path]) -> None:
+    documents = [json.loads(report.read_text()) for report in reports]
+    ours = documents[0]
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
-    draw(document, FIGURE)
-    page = with_table(PAGE.read_text(), summary(document), SUMMARY)
-    page = with_table(page, table(json.loads(peers.read_text())), PEERS)
-    PAGE.write_text(with_table(page, table(document), MARKER))
+    draw(ours, FIGURE)
+    tables: dict[str, Callable[[], str]] = {
+        "ratios": lambda: ratios(ours, (BASELINE, PEER)),
+        "alone": lambda: ratios(ours, (ALONE,), without="flash"),
+        "memory": lambda: memory(ours),
+        "cost": lambda: table(ours),
+        "peers": lambda: others(documents),
+    }
+    page = PAGE.read_text()
+    for marker, made in tables.items():
+        page = with_table(page, made(), marker)
+    PAGE.write_text(page)
     print(f"wrote {FIGURE.relative_to(ROOT)} and the tables of {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) < 2:
         sys.exit(__doc__)
-    main(*map(Path, sys.argv[1:]))
+    main([Path(argument) for argument in sys.argv[1:]])

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments.attention_figure import draw, summary, table
+from experiments.attention_figure import draw, memory, others, ratios, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,15 +29,49 @@ def test_table_gives_medians_quartiles_ratios_and_memory():
     assert "a GPU, commit abcdef0123, torch 2.11" in lines[-1]
 
 
-def test_summary_gives_the_ratios_of_the_first_route_there_is():
-    ratios = {
-        f"{kind}_to_{plain}": 1.25
-        for kind in ("forward", "both")
-        for plain in ("flash-attn-4", "flash-attention-2")
-    }
-    document = record(**ratios)
-    document["values"]["times"].append(document["values"]["times"][0] | {"subject": "pope triton"})
-    assert summary(document).splitlines()[2:] == ["| pope flash, D = 64 | 1.25 | 1.25 | 1.25 | 1.25 |"]
+def side_by_side():
+    """PoPE and RoPE by three bodies, and PoPE by another's: each with a ratio and a memory of its own."""
+    rows = []
+    for number, subject in enumerate(
+        ("pope flash", "pope cudnn", "pope triton", "rope flash", "rope cudnn", "pope flex")
+    ):
+        (row,) = record()["values"]["times"]
+        told = {
+            f"{kind}_to_{x}": 1 + number / 4
+            for kind in ("forward", "both")
+            for x in ("flash-attn-4", "cudnn")
+        }
+        rows.append({**row, "subject": subject, "peak_bytes": 2**20 * (8 - number), **told})
+    document = record()
+    document["values"]["times"] = rows
+    return document
+
+
+def test_ratios_are_those_of_what_auto_takes_with_and_without_a_package():
+    assert ratios(side_by_side(), ("flash-attn-4",)).splitlines()[2:] == [
+        "| rope flash, D = 64 | 1.75 | 1.75 |",
+        "| pope flash, D = 64 | 1.00 | 1.00 |",
+    ]
+    assert ratios(side_by_side(), ("cudnn",), without="flash").splitlines()[2:] == [
+        "| rope cudnn, D = 64 | 2.00 | 2.00 |",
+        "| pope cudnn, D = 64 | 1.25 | 1.25 |",
+    ]
+
+
+def test_memory_is_popes_over_ropes_by_what_auto_takes():
+    assert memory(side_by_side()).splitlines()[2:] == [
+        "| with flash-attn-4 | 1.60 |",
+        "| torch alone | 1.75 |",
+    ]
+
+
+def test_other_peoples_ways_stand_beside_ours():
+    lines = others([record(), side_by_side()]).splitlines()
+    assert lines[2:4] == [
+        "| 64 | 2048 | pope flex | 2.000 | 2.25 | 2.000 | 2.25 | 3 |",
+        "| 64 | 2048 | pope flash | 2.000 | 1.00 | 2.000 | 1.00 | 8 |",
+    ]
+    assert lines[-1].count("commit") == 1
 
 
 def test_figure_needs_the_baseline(tmp_path):
