@@ -29,6 +29,7 @@ TILES = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8)
 PRODUCTS = {"num_warps": (8, 16), "num_stages": (3, 4)}
 GRIDS: Mapping[str, Mapping[str, tuple]] = {
     "separable.forward": TILES,
+    "separable.hopper.forward": {"BLOCK_N": (64, 80, 96, 112, 128), "PARTS": (2, 3), "K_STAGES": (2, 3)},
     "separable.query_grad": TILES,
     "separable.key_grad": TILES,
     "separable.score_grad": {"together": (4, 8, 16)},
@@ -256,7 +257,9 @@ class Family:
                 yield self.tile(name, back, backward="passes")
             yield self.tile("joint", back, backward="joint")
             return
-        yield self.tile("forward", onward)
+        yield self.tile("forward", onward, **{"triton.forward": "triton"})
+        yield self.tile("hopper.forward", onward, **{"triton.forward": "hopper"})
+        yield self.tile("joint", back, **{"triton.backward": "joint"})
         for name in ("query_grad", "key_grad"):
             yield self.tile(name, back, **{"triton.backward": "triton"})
         if self.kind == "pope":

@@ -183,6 +183,8 @@ def measured(
     tasks: deque[Task] = deque()
     for subject in subjects:
         metas = unique([*first[subject.name], *subject.candidates(first[subject.name][0])])
+        if len(metas) == 1:
+            continue
         few = len(metas) <= FEW
         groups = [tuple(metas)] if few else [(meta,) for meta in metas]
         left[subject.name] = len(groups)
