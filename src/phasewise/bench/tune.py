@@ -30,7 +30,7 @@ from phasewise.record import certified, record, replacing
 GAIN = 0.02  # by which another row must be faster than the present one
 WORST = 0.01  # relative error of a right result; bf16 operands cost 0.2 to 0.5 %
 FINALISTS, FEW = 3, 6  # metas measured in turns beside the present; as many as go there at once
-PATIENCE = 120.0  # seconds for a task, compilation included
+PATIENCE = 300.0  # seconds for a task, compilation and waiting for the GPU included
 MOST_PROCESSES = 16
 DTYPES = ("bfloat16", "float16")  # measured in the first; instructions of the second take as long
 Stages = Callable[[], list[list[Subject]]]
