@@ -162,7 +162,8 @@ def separable_backward(
     if chosen == "joint":
         return _joint_backward(*given, scale=scale)
     if chosen == "stored":
-        return _stored_backward(*given, **view)
+        # What PoPE may take is bounded by RoPE's memory, whose backward holds float32 sums with flash-attn-4.
+        return _stored_backward(*given, limit=(2 if body == "flash" else 1) * (q.numel() + k.numel()), **view)
     view |= {"window": window, "places": Places.of(q, k, *positions), "slopes": slopes}
     if polar:
         return _polar_backward(*given[:-1], **view)
@@ -276,16 +277,16 @@ def _joint_backward(
 def _stored_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
-    preparation: str, factor: float, *, scale: float, causal: bool,
+    preparation: str, factor: float, *, limit: int, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from phasewise.kernels import body as own
     from phasewise.kernels import prepare, stored
 
     dq, dk, dv = (_placewise(x) for x in (q, k, v))
     statistics = own.row_statistics(out, dout, lse, dlse)
-    limit, group = 2 * (q.numel() + k.numel()), q.shape[1] // k.shape[1]
+    group = q.shape[1] // k.shape[1]
     sums = None if phase is None else prepare.phase_sums(q, stored.side(q, 2 * q.shape[3], v))
-    for rows, keys in stored.pieces(q, k, causal=causal):
+    for rows, keys in stored.pieces(q, k, limit=limit, causal=causal):
         heads = slice(keys.start * group, keys.stop * group)
         q2, k2, some_v = q[rows, heads], k[rows, keys], v[rows, keys]
         some = (x[rows, heads] for x in (dout, *statistics))

@@ -276,13 +276,13 @@ def side(q: Tensor, width: int, v: Tensor) -> int:
     return launch("separable.score_grad", q, qk=width, v=v.shape[3], length=q.shape[2])["SIDE"]
 
 
-def pieces(q: Tensor, k: Tensor, *, causal: bool) -> list[tuple[slice, slice]]:
-    """Rows and key heads to work on together: as many as see about twice as many pairs as q and k have elements.
+def pieces(q: Tensor, k: Tensor, *, limit: int, causal: bool) -> list[tuple[slice, slice]]:
+    """Rows and key heads to work on together: as many as see about `limit` pairs of a query and a key.
 
     They are whole rows, or heads of one row; at least two heads, as one leaves processors idle.
     """
     rows, key_heads = k.shape[:2]
-    at_once = max(min(2, key_heads), 2 * (q.numel() + k.numel()) // _pairs(q, k, causal))
+    at_once = max(min(2, key_heads), limit // _pairs(q, k, causal))
     if at_once >= key_heads:
         step = ceil_div(rows, ceil_div(rows, at_once // key_heads))
         return [(slice(row, min(row + step, rows)), slice(0, key_heads)) for row in range(0, rows, step)]
