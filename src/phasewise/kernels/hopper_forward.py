@@ -1,9 +1,10 @@
 """`body.forward` for compute capability 9.0: programs that stay, a warp that loads, groups of warps that multiply.
 
-Letters as in `body`. A program has PARTS groups of four warps, 64 queries each, of which one makes weights of scores
-while the tensor cores work for another; and each begins the scores of its next keys before it weighs its values.
-Tiles of queries are drawn from a counter, those with the most keys first, some heads at a time, so that their keys
-stay in the second-level cache.
+Letters as in `body`. A program has PARTS groups of four warps, 64 queries each. Groups begin their products in turns,
+so that one makes weights of scores while the tensor cores work for another, and each begins the scores of its next
+keys, those of its next tile too, before it weighs its values. Tiles of queries are drawn from a counter, those with
+the most keys first, some heads at a time, so that their keys stay in the second-level cache. PoPE's queries are
+expanded as they come; its keys are prepared before.
 
 For queries that are the last of the keys, without positions, window or slopes, in half precision.
 """
@@ -20,145 +21,78 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from phasewise.kernels.hardware import multiprocessors
-from phasewise.kernels.prepare import expanded_like
-from phasewise.kernels.stored_hopper import await_group, exp2, laid_out
+from phasewise.kernels.hopper_stages import (
+    RING,
+    ROWS,
+    await_turn,
+    barriers,
+    blocks_of,
+    load,
+    pass_turn,
+    place,
+    ready,
+    release,
+    tile_in,
+    tile_of_number,
+)
+from phasewise.kernels.prepare import expanded_like, magnitude, row_step, turn
+from phasewise.kernels.stored_hopper import await_group, buffers, exp2, laid_out
 from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe
 
-ROWS = gl.constexpr(64)  # queries of a group of warps: the rows of one tensor core instruction
 CACHE = 32 << 20  # bytes of keys and values that are meant to stay in the second-level cache
 
 
 @gluon.jit
-def place(at, tiles, heads, together):
-    """Tile of queries, longest first, and head of a number that was drawn."""
-    first = at // (tiles * together) * together
-    within = at - first * tiles
-    here = gl.minimum(together, heads - first)
-    return tiles - 1 - within // here, first + within % here
-
-
-@gluon.jit
-def blocks_of(m, rows, T, S, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many blocks of keys any of `rows` queries from m on sees."""
-    high = S
-    if CAUSAL:
-        high = gl.minimum(S, m + rows + S - T)
-    return (high + BLOCK_N - 1) // BLOCK_N
-
-
-@gluon.jit
-def buffers(COUNT: gl.constexpr, descriptor):
-    """Shared memory for as many tiles."""
-    shape: gl.constexpr = [COUNT] + descriptor.block_shape  # noqa: RUF005 (the compiler knows no unpacking)
-    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
-
-
-@gluon.jit
-def tile_in(buffer, stage):
-    """One stage of a buffer [stages, 1, 1, rows, columns] as a matrix."""
-    one = buffer.index(stage)
-    shape: gl.constexpr = one.shape
-    return one.reshape([shape[2], shape[3]])
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many barriers, each of so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for number in gl.static_range(COUNT):
-        mbarrier.init(made.index(number), count=ARRIVALS)
-    return made
-
-
-@gluon.jit
-def copy_in(descriptor, at, buffer, full, empty, step):
-    """Begins the copy of the `step`th tile into its stage, once that is free."""
-    STAGES: gl.constexpr = full.shape[0]
-    mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(step % STAGES), descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, at, full.index(step % STAGES), buffer.index(step % STAGES))
-
-
-@gluon.jit
-def load(
-    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S,
-    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+def fetch(
+    queries, at, tile, head, part, H, T, D,
+    PARTS: gl.constexpr, KIND: gl.constexpr, PHASE: gl.constexpr, LAYOUT: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Draws tiles, and copies their queries, keys and values as soon as there is room."""
-    q_desc, k_desc, v_desc = descriptors
-    q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals
-    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
-    Q_STAGES: gl.constexpr = q_full.shape[0]
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    total = tiles * heads
-    at = gl.program_id(0)
-    turn = 0
-    step = 0
-    while at < total:
-        tile, head = place(at, tiles, heads, together)
-        m = tile * (PARTS * ROWS)
-        b = head // H
-        h = head % H
-        stage = turn % Q_STAGES
-        here = q_full.index(stage)
-        mbarrier.wait(q_empty.index(stage), (turn // Q_STAGES & 1) ^ 1)
-        drawn.index(stage).store(gl.full([1], at, gl.int32, one))
-        mbarrier.expect(here, PARTS * q_desc.block_type.nbytes)
-        for part in gl.static_range(PARTS):
-            to = q_smem.index(stage * PARTS + part)
-            tma.async_copy_global_to_shared(q_desc, [b, h, m + part * ROWS, 0], here, to)
-        count = blocks_of(m, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
-        n = (count - 1) * BLOCK_N
-        copy_in(k_desc, [b, h // GROUP, n, 0], k_smem, k_full, k_empty, step)
-        at = gl.num_programs(0) + gl.atomic_add(draw_ptr, 1, sem="relaxed")
-        for _ in range(1, count):
-            copy_in(k_desc, [b, h // GROUP, n - BLOCK_N, 0], k_smem, k_full, k_empty, step + 1)
-            copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
-            n -= BLOCK_N
-            step += 1
-        copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
-        step += 1
-        turn += 1
-    stage = turn % Q_STAGES
-    mbarrier.wait(q_empty.index(stage), (turn // Q_STAGES & 1) ^ 1)
-    drawn.index(stage).store(gl.full([1], -1, gl.int32, one))
-    mbarrier.arrive(q_full.index(stage))
+    """A group's queries of a tile as they are, and for PoPE their angles and the head's phases, on their way."""
+    q_ptr, q_strides, angle_ptr, angle_row, phase_ptr = queries
+    t = (tile * PARTS + part) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    c = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
+    inside = ((t < T) & (at >= 0))[:, None] & (c < D)[None, :]
+    b = (head // H).to(gl.int64)
+    h = head % H
+    q_at = q_ptr + b * q_strides[0] + h.to(gl.int64) * q_strides[1]
+    q = gl.load(q_at + t.to(gl.int64)[:, None] * q_strides[2] + c[None, :], inside, other=0.0)
+    angle = 0.0
+    phase = 0.0
+    if KIND != "none":
+        angle = gl.load(
+            angle_ptr + b * angle_row + t.to(gl.int64)[:, None] * D + c[None, :], inside, other=0.0
+        )
+        if PHASE:
+            phase = gl.load(phase_ptr + h * D + c, c < D, other=0.0)
+    return q, angle, phase
 
 
 @gluon.jit
-def ready(buffer, full, step):
-    """The `step`th tile, once it is there."""
-    STAGES: gl.constexpr = full.shape[0]
-    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-    return tile_in(buffer, step % STAGES)
-
-
-@gluon.jit
-def release(empty, step):
-    """The group is done with the `step`th tile."""
-    STAGES: gl.constexpr = empty.shape[0]
+def put(tile, q, angle, phase, PHASE: gl.constexpr, KIND: gl.constexpr):
+    """Leaves queries, expanded where they are PoPE's, to the tensor cores."""
+    if KIND == "none":
+        tile.store(q)
+    else:
+        if PHASE:
+            angle = angle - phase[None, :]
+        cos, sin = turn(angle, True)
+        mu, _ = magnitude(q.to(gl.float32), KIND, True)
+        half: gl.constexpr = q.shape[1]
+        tile.slice(0, half, 1).store((mu * cos).to(tile.dtype))
+        tile.slice(half, half, 1).store((mu * sin).to(tile.dtype))
+    fence_async_shared()
     await_group()
-    mbarrier.arrive(empty.index(step % STAGES))
 
 
 @gluon.jit
 def unknown_zero(step):
     """0 that the compiler does not know, made where this stands."""
     return gl.inline_asm_elementwise("mov.s32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def summed(p):
-    """Sums of rows [M, 4]: those of four threads, each of its own columns."""
-    parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(parts, 3), 1)
 
 
 @gluon.jit
@@ -171,6 +105,13 @@ def weigh(scores, top, i, n, S, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.con
         scores = gl.where(columns[None, :] <= last[:, None], scores, UNSEEN)
     new_top = gl.maximum(top, gl.max(scores, 1) * scale_log2)
     return exp2(scores * scale_log2 - new_top[:, None]), exp2(top - new_top), new_top
+
+
+@gluon.jit
+def summed(p):
+    """Sums of rows [M, 4]: those of four threads, each of its own columns."""
+    parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
 
 
 @gluon.jit
@@ -199,22 +140,57 @@ def operand(pairs, dtype: gl.constexpr, out_layout: gl.constexpr):
 
 
 @gluon.jit
-def advance(
-    q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, MASKED: gl.constexpr, CAUSAL: gl.constexpr
+def begin(
+    part, at, tile, step, smem, signals, T, S, PARTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Adds the values of the keys after n by the pairs of their weights, and makes the weights of those from n on."""
-    _, k_smem, v_smem = smem
-    _, _, k_full, k_empty, v_full, v_empty = signals
+    """Begins the scores of a tile's first block of keys that any of the group's queries sees; the block's step.
+
+    After the last tile (at -1), a product of what lies there.
+    """
+    q_smem, k_smem, v_smem, _ = smem
+    _, turns, k_full, k_empty, v_full, v_empty = signals
     BLOCK_N: gl.constexpr = k_smem.shape[3]
+    K_STAGES: gl.constexpr = k_full.shape[0]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+    first = tile * (PARTS * ROWS)
+    count = blocks_of(first + part * ROWS, ROWS, T, S, BLOCK_N, CAUSAL)
+    whole = blocks_of(first, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
+    for _block in range(count, gl.where(at >= 0, whole, count)):
+        await_turn(turns, part, step, True)
+        pass_turn(turns, part, True)
+        ready(k_smem, k_full, step)
+        release(k_empty, step)
+        ready(v_smem, v_full, step)
+        release(v_empty, step)
+        step += 1
+    mbarrier.wait(k_full.index(step % K_STAGES), step // K_STAGES & 1, at >= 0)
+    k = tile_in(k_smem, step % K_STAGES)
+    await_turn(turns, part, step, at >= 0)
+    scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    pass_turn(turns, part, at >= 0)
+    return step, scores
+
+
+@gluon.jit
+def advance(
+    part, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, MASKED: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """Adds the values of the keys after n by the pairs of their weights, and makes the weights of those from n on."""
+    q_smem, k_smem, v_smem, _ = smem
+    _, turns, k_full, k_empty, v_full, v_empty = signals
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
     dtype: gl.constexpr = k_smem.dtype
     out_layout: gl.constexpr = acc.type.layout
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
     p = operand(pairs, dtype, out_layout)
     k = ready(k_smem, k_full, step)
-    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    await_turn(turns, part, step, True)
+    scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     v = ready(v_smem, v_full, step - 1)
     acc = warpgroup_mma(p, v, acc, is_async=True)
+    pass_turn(turns, part, True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(k_empty, step)
     weights, shrink, top = weigh(scores, top, i, n, S, scale_log2, MASKED, CAUSAL)
@@ -222,27 +198,19 @@ def advance(
     total = total * gl.convert_layout(shrink, total_row)[:, None] + summed(weights)
     acc = warpgroup_mma_wait(0, deps=[acc])
     release(v_empty, step - 1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, out_layout))[:, None]
     return acc, packed(weights, dtype), top, total
 
 
 @gluon.jit
-def next_tile(drawn, full, turn):
-    """The number that was drawn for the `turn`th tile, once its queries are there; -1 after the last."""
-    STAGES: gl.constexpr = full.shape[0]
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1)
-    return gl.max(drawn.index(turn % STAGES).load(one), 0)
-
-
-@gluon.jit
 def attend(
-    part, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
-    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+    part, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D, scale_log2,
+    PARTS: gl.constexpr, CAUSAL: gl.constexpr, KIND: gl.constexpr, PHASE: gl.constexpr, RAW: gl.constexpr,
+    BLOCK_E: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 queries of every tile that is drawn."""
-    q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals
+    q_smem, k_smem, v_smem, drawn = smem
+    known, k_empty, v_full, v_empty = signals[0], signals[3], signals[4], signals[5]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = v_smem.shape[4]
     dtype: gl.constexpr = q_smem.dtype
@@ -250,32 +218,25 @@ def attend(
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
     out_row: gl.constexpr = gl.SliceLayout(1, out_layout)
-    rows = gl.arange(0, ROWS, layout=row)
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, out_layout))
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
-    step = 0
-    turn = 0
-    at = next_tile(drawn, q_full, turn)
+    number = 0
+    at = tile_of_number(drawn, known, number)
+    tile, head = place(at, tiles, heads, together)
+    q, angle, phase = fetch(queries, at, tile, head, part, H, T, E, PARTS, KIND, PHASE, RAW, BLOCK_E)
+    put(q_smem.index(part), q, angle, phase, PHASE, KIND)
+    step, scores = begin(part, at, tile, gl.to_tensor(0), smem, signals, T, S, PARTS, CAUSAL)
+    scores = warpgroup_mma_wait(0, deps=[scores])
     while at >= 0:
-        q = tile_in(q_smem, turn % q_full.shape[0] * PARTS + part)
-        tile, head = place(at, tiles, heads, together)
-        m = tile * (PARTS * ROWS) + part * ROWS
-        i = m + rows + (S - T)
+        m = (tile * PARTS + part) * ROWS
+        t = m + gl.arange(0, ROWS, layout=row)
+        i = t + (S - T)
         count = blocks_of(m, ROWS, T, S, BLOCK_N, CAUSAL)
-        for _ in range(count, blocks_of(tile * (PARTS * ROWS), PARTS * ROWS, T, S, BLOCK_N, CAUSAL)):
-            ready(k_smem, k_full, step)
-            release(k_empty, step)
-            ready(v_smem, v_full, step)
-            release(v_empty, step)
-            step += 1
         seen_by_all = S // BLOCK_N
         if CAUSAL:
             seen_by_all = gl.minimum(S, m + 1 + S - T) // BLOCK_N
         n = (count - 1) * BLOCK_N
-        k = ready(k_smem, k_full, step)
-        scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
         release(k_empty, step)
+        # Above every hidden score, scaled or not, so that hidden keys weigh 0 from the start.
         top = gl.full([ROWS], -1e20, gl.float32, row)
         weights, _, top = weigh(scores, top, i, n, S, scale_log2, True, CAUSAL)
         total = summed(weights)
@@ -285,63 +246,91 @@ def attend(
             n -= BLOCK_N
             step += 1
             acc, pairs, top, total = advance(
-                q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, True, CAUSAL
+                part, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, True, CAUSAL
             )  # fmt: skip
         for _ in range(0, gl.minimum(seen_by_all, count - 1)):
             n -= BLOCK_N
             step += 1
             acc, pairs, top, total = advance(
-                q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
+                part, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
             )  # fmt: skip
-        release(q_empty, turn)
-        p = operand(pairs, dtype, out_layout)
-        v = ready(v_smem, v_full, step)
-        acc = warpgroup_mma(p, v, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        release(v_empty, step)
-        step += 1
-        turn += 1
-        t = m + rows
-        total = gl.convert_layout(gl.sum(total, 1), row)
-        gl.store(lse_ptr + head.to(gl.int64) * T + t, top * LN2 + gl.log(total), t < T)
-        share = gl.convert_layout(1.0 / total, out_row)
-        t = gl.convert_layout(t, out_row)
+        number += 1
+        lse_at = lse_ptr + head.to(gl.int64) * T
         out_at = (
             out_ptr + (head // H).to(gl.int64) * out_strides[0] + (head % H).to(gl.int64) * out_strides[1]
         )
+        at = tile_of_number(drawn, known, number)
+        tile, head = place(gl.maximum(at, 0), tiles, heads, together)
+        q, angle, phase = fetch(queries, at, tile, head, part, H, T, E, PARTS, KIND, PHASE, RAW, BLOCK_E)
+        p = operand(pairs, dtype, out_layout)
+        v = ready(v_smem, v_full, step)
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        put(q_smem.index(part), q, angle, phase, PHASE, KIND)
+        last = step
+        step, scores = begin(part, at, tile, step + 1, smem, signals, T, S, PARTS, CAUSAL)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        release(v_empty, last)
+        total = gl.convert_layout(gl.sum(total, 1), row)
+        gl.store(lse_at + t, top * LN2 + gl.log(total), t < T)
+        share = gl.convert_layout(1.0 / total, out_row)
+        t = gl.convert_layout(t, out_row)
         out_at += t.to(gl.int64)[:, None] * out_strides[2] + d[None, :]
         gl.store(out_at, (acc * share[:, None]).to(dtype), (t < T)[:, None] & (d < D)[None, :])
-        at = next_tile(drawn, q_full, turn)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+
+
+@gluon.constexpr_function
+def by_vectors(width):
+    """A layout of 64 rows in which a thread has 8 channels side by side."""
+    return gl.BlockedLayout([1, 8], [32 * 8 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def for_products(width):
+    """The layout in shared memory of 64 rows that tensor cores read."""
+    return gl.NVMMASharedLayout.get_default_for([64, width], gl.float16)
 
 
 @gluon.jit(do_not_specialize=("H", "GROUP", "heads", "tiles", "together", "T", "S"))
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr, H, GROUP, heads, tiles, together, T, S, D,
-    scale_log2, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    q_ptr, q_strides, angle_ptr, angle_row, phase_ptr, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr,
+    H, GROUP, heads, tiles, together, T, S, E, D, scale_log2,
+    BLOCK_E: gl.constexpr, KIND: gl.constexpr, CAUSAL: gl.constexpr,
+    PARTS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero."""
-    smem = (buffers(Q_STAGES * PARTS, q_desc), buffers(K_STAGES, k_desc), buffers(V_STAGES, v_desc))
+    """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero.
+
+    KIND: "none", or PoPE's magnitude of queries that are not expanded yet; E is their width, in memory BLOCK_E.
+    """
+    BLOCK_K: gl.constexpr = k_desc.block_shape[3]
+    RAW: gl.constexpr = by_vectors(BLOCK_E)
+    PHASE: gl.constexpr = phase_ptr is not None
+    q_layout: gl.constexpr = for_products(BLOCK_K)
+    smem = (
+        gl.allocate_shared_memory(k_desc.dtype, [PARTS, ROWS, BLOCK_K], q_layout),
+        buffers(K_STAGES, k_desc),
+        buffers(V_STAGES, v_desc),
+        gl.allocate_shared_memory(gl.int32, [RING, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+    )
     signals = (
-        barriers(Q_STAGES, 1), barriers(Q_STAGES, PARTS), barriers(K_STAGES, 1), barriers(K_STAGES, PARTS),
-        barriers(V_STAGES, 1), barriers(V_STAGES, PARTS),
+        barriers(RING, 1), barriers(PARTS, 1), barriers(K_STAGES, 1), barriers(K_STAGES, PARTS), barriers(V_STAGES, 1),
+        barriers(V_STAGES, PARTS),
     )  # fmt: skip
-    drawn = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
-    descriptors = (q_desc, k_desc, v_desc)
+    queries = (q_ptr, q_strides, angle_ptr, angle_row, phase_ptr)
     if PARTS == 2:
         gl.warp_specialize(
             [
                 (attend, (
-                    0, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
+                    0, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
+                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
                 )),
                 (attend, (
-                    1, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
+                    1, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
+                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
                 )),
                 (load, (
-                    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
+                    k_desc, v_desc, smem, signals, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
                 )),
             ],
             [4, 1],
@@ -351,19 +340,19 @@ def forward_kernel(
         gl.warp_specialize(
             [
                 (attend, (
-                    0, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
+                    0, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
+                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
                 )),
                 (attend, (
-                    1, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
+                    1, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
+                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
                 )),
                 (attend, (
-                    2, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
+                    2, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
+                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
                 )),
                 (load, (
-                    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
+                    k_desc, v_desc, smem, signals, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
                 )),
             ],
             [4, 4, 1],
@@ -372,12 +361,15 @@ def forward_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, meta: dict[str, int], *, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, meta: dict[str, int], *, scale: float, causal: bool,
+    kind: str = "none", angle: Tensor | None = None, phase: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output `[B, H, T, D]`, stored place by place, and float32 log-sum-exp `[B, H, T]`.
 
-    q is `[B, H, T, E]`, k `[B, H / group, S, E]`, v `[B, H / group, S, D]`, T up to S, any strides.
+    q is `[B, H, T, E]`, k `[B, H / group, S, E]`, v `[B, H / group, S, D]`, T up to S, any strides. With a kind, PoPE's
+    magnitude, queries are not expanded yet, `[B, H, T, E / 2]`, and come with their angles and perhaps phases.
     """
+    q = q if q.stride(3) == 1 else q.contiguous()
     rows, heads, queries, width = q.shape
     keys, value_width = k.shape[2], v.shape[3]
     out = expanded_like(q, value_width)
@@ -385,12 +377,14 @@ def forward(
     block_n, block_e, block_d = meta["BLOCK_N"], block_width(width), block_width(value_width)
     group = heads // k.shape[1]
     tiles = ceil_div(queries, 64 * meta["PARTS"])
-    together = max(1, CACHE // (keys * (width + value_width) * q.element_size())) * group
+    together = max(1, CACHE // (keys * (k.shape[3] + value_width) * q.element_size())) * group
     programs = min(multiprocessors(q.device), tiles * rows * heads)
-    descriptors = describe(q, 64, block_e), describe(k, block_n, block_e), describe(v, block_n, block_d)
+    descriptors = describe(k, block_n, block_width(k.shape[3])), describe(v, block_n, block_d)
     forward_kernel[(programs,)](
-        *map(laid_out, descriptors), out, out.stride(), lse, torch.zeros(1, dtype=torch.int32, device=q.device),
-        heads, group, rows * heads, tiles, together, queries, keys, value_width, scale * math.log2(math.e),
-        **{name: value for name, value in meta.items() if name != "BLOCK_N"}, CAUSAL=causal, num_warps=4,
+        q, q.stride(), angle, 0 if angle is None else row_step(angle), phase, *map(laid_out, descriptors),
+        out, out.stride(), lse, torch.zeros(1, dtype=torch.int32, device=q.device),
+        heads, group, rows * heads, tiles, together, queries, keys, width, value_width, scale * math.log2(math.e),
+        BLOCK_E=block_e, KIND=kind, CAUSAL=causal,
+        **{name: value for name, value in meta.items() if name != "BLOCK_N"}, num_warps=4,
     )  # fmt: skip
     return out, lse
