@@ -1,6 +1,7 @@
 """Every scaling rule against its formula restated in loops, against transformers, and by what all share."""
 
 import math
+from decimal import Decimal
 
 import pytest
 import torch
@@ -116,6 +117,14 @@ def test_rates_equal_the_formula_restated_in_float64(kind):
     for case in CASES[kind][::7]:
         rates = case.rule.rates(case.channels, length=case.length)
         assert close(rates, restated(case.rule, case.channels, case.length), 1e-12), case
+
+
+@pytest.mark.parametrize("base", [1.0001, 10_000.0, 500_000.0])
+@pytest.mark.parametrize("n", [1, 2, 3, 64, 1000])
+def test_rates_are_exact_powers_up_to_the_rounding_of_their_exponents(base, n):
+    for i, rate in enumerate(Geometric(base=base).rates(n).tolist()):
+        exact = Decimal(base) ** (Decimal(-i) / n)
+        assert abs(float(Decimal(rate) / exact - 1)) < (1 + math.log(base)) * 2**-52
 
 
 @pytest.mark.parametrize("rule", OURS_ALONE, ids=repr)

@@ -339,7 +339,9 @@ AnyFrequencies = Annotated[
 
 def _geometric(base: float | Tensor, n: int, device: Device) -> Tensor:
     """base^(-i/n), float64 [n], or [..., n] of bases [..., 1]."""
-    return base ** (torch.arange(0, -n, -1, dtype=torch.float64, device=device) / n)
+    if isinstance(base, Tensor):
+        return base ** (torch.arange(0, -n, -1, dtype=torch.float64, device=device) / n)
+    return torch.logspace(0.0, (1 - n) / n, n, base=base, dtype=torch.float64, device=device)
 
 
 def _stretched(base: float, stretch: Any, n: int) -> Any:
