@@ -27,6 +27,8 @@ def at_every_length() -> Iterator[Case]:
     """Beside what test_separable_gpu.py and test_flash.py have at these lengths."""
     for length in LENGTHS:
         yield square(length, 64, "none", dtype=HALF, slopes=True)
+        yield square(length, 64, "none", dtype=HALF)
+        yield square(length, 64, "rope", dtype=HALF, group=2)
         yield square(length, 64, "softplus", dtype=torch.float16)
         if length > 2:
             yield square(length, 64, "softplus", dtype=torch.float32)
