@@ -42,8 +42,12 @@ from phasewise.kernels.hopper_stages import (
 )
 from phasewise.kernels.prepare import expanded_like, magnitude, row_step, turn
 from phasewise.kernels.stored_hopper import await_group, buffers, exp2, laid_out
-from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe
+from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe, launch
 
+EXPANDED = (
+    64,
+    128,
+)  # widths of queries that are expanded here: their halves lie side by side for tensor cores
 CACHE = 32 << 20  # bytes of keys and values that are meant to stay in the second-level cache
 
 
@@ -81,7 +85,9 @@ def put(tile, q, angle, phase, PHASE: gl.constexpr, KIND: gl.constexpr):
         if PHASE:
             angle = angle - phase[None, :]
         cos, sin = turn(angle, True)
-        mu, _ = magnitude(q.to(gl.float32), KIND, True)
+        mu = q.to(gl.float32)
+        if KIND != "identity":
+            mu, _ = magnitude(mu, KIND, True)
         half: gl.constexpr = q.shape[1]
         tile.slice(0, half, 1).store((mu * cos).to(tile.dtype))
         tile.slice(half, half, 1).store((mu * sin).to(tile.dtype))
@@ -361,7 +367,7 @@ def forward_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, meta: dict[str, int], *, scale: float, causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool,
     kind: str = "none", angle: Tensor | None = None, phase: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output `[B, H, T, D]`, stored place by place, and float32 log-sum-exp `[B, H, T]`.
@@ -374,6 +380,7 @@ def forward(
     keys, value_width = k.shape[2], v.shape[3]
     out = expanded_like(q, value_width)
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
+    meta = launch("separable.hopper.forward", q, qk=k.shape[3], v=value_width, length=keys)
     block_n, block_e, block_d = meta["BLOCK_N"], block_width(width), block_width(value_width)
     group = heads // k.shape[1]
     tiles = ceil_div(queries, 64 * meta["PARTS"])

@@ -27,11 +27,11 @@ def place(at, tiles, heads, together):
 
 @gluon.jit
 def blocks_of(m, rows, T, S, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many blocks of keys any of `rows` queries from m on sees."""
+    """How many blocks of keys any of `rows` queries from m on sees; one where there are no queries."""
     high = S
     if CAUSAL:
         high = gl.minimum(S, m + rows + S - T)
-    return (high + BLOCK_N - 1) // BLOCK_N
+    return gl.where(m < T, (high + BLOCK_N - 1) // BLOCK_N, 1)
 
 
 @gluon.jit

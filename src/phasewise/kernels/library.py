@@ -44,7 +44,7 @@ def separable(
     """
     from phasewise.kernels import ahead, borrowed, prepare
     from phasewise.kernels import body as own
-    from phasewise.kernels.tiles import EMPTY_LSE, Places, bounded
+    from phasewise.kernels.tiles import EMPTY_LSE, Places, bounded, launch
 
     arguments = (
         q,
@@ -66,6 +66,15 @@ def separable(
     window = bounded(window, q, k, (q_index, q_segment, k_index, k_segment))
     q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
     q2, k2, rotated = q, k, (q.new_empty(0), q.new_empty(0))
+    placed = any(x is not None for x in (q_index, q_segment, k_index, k_segment))
+    if body == "triton" and not placed and window is None and slopes is None and q.shape[2] <= k.shape[2]:
+        widths = {"qk": q.shape[3] * (1 if preparation in ("none", "rope") else 2), "v": v.shape[3]}
+        body = launch("separable.triton.forward", q, **widths, length=k.shape[2])["body"]
+    if body == "hopper":
+        out, lse, *made = _hopper_forward(
+            q, k, v, q_angle, k_angle, phase, preparation, factor, scale=scale, causal=causal
+        )
+        return out, lse, *(made or rotated)
     if q_angle is not None and k_angle is not None:
         beside = None
         if body == "flash":
@@ -104,6 +113,24 @@ def _separable_fake(
     out = q.new_empty(rows, queries, heads, v.shape[3]).transpose(1, 2)
     rotated = (_placewise(x) if preparation == "rope" else q.new_empty(0) for x in (q, k))
     return out, q.new_empty(rows, heads, queries, dtype=torch.float32), *rotated
+
+
+def _hopper_forward(
+    q: Tensor, k: Tensor, v: Tensor, q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
+    preparation: str, factor: float, **view: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Output, log-sum-exp, and RoPE's rotated q and k."""
+    from phasewise.kernels import hopper_forward, prepare
+
+    if q_angle is None or k_angle is None:
+        return hopper_forward.forward(q, k, v, **view)
+    if preparation == "rope":
+        rotated = prepare.rotate(q, k, q_angle, k_angle, factor)
+        return *hopper_forward.forward(*rotated, v, **view), *rotated
+    if q.shape[3] in hopper_forward.EXPANDED:
+        expanded = prepare.polar_keys(k, k_angle, preparation)
+        return hopper_forward.forward(q, expanded, v, kind=preparation, angle=q_angle, phase=phase, **view)
+    return hopper_forward.forward(*prepare.polar(q, k, q_angle, k_angle, phase, preparation), v, **view)
 
 
 def _placewise(x: Tensor) -> Tensor:
