@@ -56,5 +56,5 @@ def test_gradients_are_those_of_the_usual_order_to_the_last_sum(case, wave, monk
             assert torch.equal(waves[0][name], usual[name])
         elif name in ("q", "phase"):
             size = usual[name].float().abs().max()
-            rounding = torch.finfo(usual[name].dtype if name == "q" else torch.float32).eps
-            assert (waves[0][name].float() - usual[name].float()).abs().max() <= 2 * rounding * size + 1e-5
+            rounding = torch.finfo(HALF).eps if name == "q" else 2**-16  # of a sum over all places
+            assert (waves[0][name].float() - usual[name].float()).abs().max() <= 2 * rounding * size
