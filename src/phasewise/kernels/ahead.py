@@ -2,7 +2,7 @@
 
 Attention multiplies and leaves memory idle; preparation is the other way round, and a few multiprocessors move much of
 what all of them can. So a few programs prepare, each with a multiprocessor to itself, and attention's programs, on the
-others, wait for their own heads only.
+others, wait for their own heads only. PoPE's queries, which nobody else reads, attention expands itself.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,7 @@ from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.tiles import ceil_div, launch, power_of_two
 
 VECTOR = 8  # channels that a thread prepares at once: 16 bytes
-TURNED = 1.3  # what preparing PoPE's queries takes, each head having its phases, of what its keys do
-MOST_PHASES = 8192  # of all heads
 TILE = 128  # queries of one of attention's tiles, about
-FEWEST = 8  # tiles of a multiprocessor's for which it pays
 
 
 class Plan(NamedTuple):
@@ -33,27 +30,23 @@ def plan(
     """For a call that gains, by the launch table; None for one whose queries and keys are prepared before it.
 
     Those are the calls that are not causal, or have a window, more queries than keys, pairs that do not fill the width,
-    values of other than multiples of 16 channels, groups that divide no tile, or too few tiles to go round.
+    values or PoPE's queries of other than multiples of 16 channels, groups that divide no tile, or too few tiles.
     """
     rows, heads, queries, width = q.shape
     key_heads, keys = k.shape[1:3]
-    made = width if preparation == "rope" else 2 * width
-    whole = (
-        angles % VECTOR == 0
-        and 2 * angles == made
-        and v.shape[3] % 16 == 0
-        and 64 % (heads // key_heads) == 0
-    )
-    if not causal or window is not None or queries > keys or not whole:
+    rotates, group = preparation == "rope", heads // key_heads
+    made = width if rotates else 2 * width
+    whole = angles % (VECTOR if rotates else 2 * VECTOR) == 0 and 2 * angles == made
+    if not causal or window is not None or queries > keys or not whole or v.shape[3] % 16 or 64 % group:
         return None
-    if preparation != "rope" and heads * angles > MOST_PHASES:
+    row = launch("separable.flash.ahead", q, qk=made, v=v.shape[3], length=keys)
+    programs, processors = row["programs"], multiprocessors(q.device)
+    tiles = ceil_div(queries * group, TILE)
+    if programs == 0 or rows * key_heads * tiles < row["tiles"] * processors:
         return None
-    programs = launch("separable.flash.ahead", q, qk=made, v=v.shape[3], length=keys)["programs"]
-    if programs == 0:
-        return None
-    tiles, processors = ceil_div(queries * (heads // key_heads), TILE), multiprocessors(q.device)
-    if rows * key_heads * tiles < FEWEST * processors:
-        return None
-    of_queries, of_keys = heads * queries * (1.0 if preparation == "rope" else TURNED), key_heads * keys
-    q_programs = min(programs - 1, max(1, round(programs * of_queries / (of_queries + of_keys))))
+    q_programs = 0
+    if rotates:
+        q_programs = min(
+            programs - 1, max(1, round(programs * heads * queries / (heads * queries + key_heads * keys)))
+        )
     return Plan(q_programs, programs - q_programs, power_of_two(ceil_div(processors, tiles)))

@@ -1,114 +1,23 @@
 """flash-attn-4's causal forward, begun while its queries and keys are being prepared (optional package)."""
 
-import dataclasses
 import functools
-from inspect import signature
 from typing import Any
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from flash_attn.cute import utils
-from flash_attn.cute.barrier import ld_acquire
-from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
 from phasewise.kernels.ahead import VECTOR, Plan
-from phasewise.kernels.flash import (
-    ELEMENTS,
-    NO_AUXILIARY,
-    Kind,
-    compiled,
-    copyable,
-    forward_kernel,
-    kind_of,
-    quiet,
-)
-from phasewise.kernels.flash_persistent import Draws, Launch, Order, PersistentForward
+from phasewise.kernels.flash import ELEMENTS, Kind, compiled, copyable, forward_kernel, quiet
+from phasewise.kernels.flash_awaiting import AwaitingForward
+from phasewise.kernels.flash_expanding import ExpandingForward
 from phasewise.kernels.flash_prepare import HEADS, Preparing
 from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import expanded_like
-
-ARGUMENTS = signature(FlashAttentionForwardSm90.kernel)
-
-
-@dataclasses.dataclass
-class AwaitedOrder(Order):
-    """The order of tiles, with the counts that they wait for: of units prepared, for so many key heads each."""
-
-    done: cute.Tensor | None = None
-    heads: Int32 | None = None
-    units: Int32 | None = None
-
-
-@cute.jit
-def wait_for_head(order: Any, tile: Int32, head: Int32, batch: Int32):
-    """Until a tile's queries and keys are there, for the copy engine too. There may be no such tile."""
-    if tile < order.total_blocks:
-        place = order.done.iterator + (batch * order.num_head + head) // order.heads
-        count = ld_acquire(place)
-        while count < order.units:
-            count = ld_acquire(place)
-        cute.arch.fence_proxy("async.global")
-
-
-class AwaitedDraws(Draws):
-    """Tiles one after another, each of which the warp that loads gets when its head is prepared."""
-
-    @staticmethod
-    def create(params, ctx=None, *, loc=None, ip=None):
-        return AwaitedDraws(params, cute.arch.block_idx()[0], Int32(0), ctx)
-
-    def initial_work_tile_info(self, *, loc=None, ip=None):
-        self.wait()
-        return super().initial_work_tile_info()
-
-    def advance_to_next_work(self, *, loc=None, ip=None):
-        super().advance_to_next_work()
-        self.wait()
-
-    def wait(self):
-        _, loads = self._ctx
-        if loads:
-            _, head, batch, _ = self.get_current_work().tile_idx
-            wait_for_head(self.params, self._tile_idx, head, batch)
-
-
-class LaunchBeside(Launch):
-    """A kernel that is launched as soon as the one before it allows."""
-
-    def launch(self, **settings):
-        super().launch(**settings, use_pdl=True)
-
-
-class AwaitingForward(PersistentForward):
-    """The forward that waits for a head's queries and keys; values are there.
-
-    Its auxiliary data are ([counter, done], (heads, units, together)); it takes so many key heads at a time.
-    """
-
-    def kernel(self, *arguments):
-        """flash-attn-4's, with our order of tiles."""
-        given = ARGUMENTS.bind(self, *arguments).arguments
-        (counter, done), (heads, units, together) = given["aux_data"]
-        order = given["tile_sched_params"]
-        all_heads, divisor = order.num_head * order.num_batch, cute.FastDivmodDivisorV2
-        order = {field.name: getattr(order, field.name) for field in dataclasses.fields(order)} | {
-            "l2_minor": together,
-            "l2_minor_divmod": divisor(together),
-            "l2_major_divmod": divisor(together * order.num_block),
-            "l2_minor_residual_divmod": divisor(cutlass.max(all_heads % together, Int32(1))),
-            "num_hb_quotient": all_heads // together,
-        }
-        given["tile_sched_params"] = AwaitedOrder(
-            **order, counter=counter, done=done, heads=heads, units=units
-        )
-        given["TileScheduler"] = AwaitedDraws
-        given["aux_data"], given["fastdiv_mods"] = NO_AUXILIARY, None
-        return LaunchBeside(FlashAttentionForwardSm90.kernel(*given.values()), self.programs)
 
 
 class Ahead:
@@ -122,12 +31,20 @@ class Ahead:
         self, q, k, q_made, k_made, v, out, lse, q_angle, k_angle, phase, counter, done, factor: Float32,
         scale: Float32, q_programs: Int32, k_programs: Int32, together: Int32, stream: cuda.CUstream = None,
     ):  # fmt: skip
+        """q_made None: attention expands queries itself."""
+        units, awaited = self.preparing.units(k.shape[1]), [counter, done]
+        if const_expr(q_made is None):
+            queries, multiplied = (None, None, None), q
+            awaited += [q_angle] if const_expr(phase is None) else [q_angle, phase]
+        else:
+            queries, multiplied = (q, q_made, q_angle), q_made
+            units += self.preparing.units(q.shape[1])
+        some_q, some_made, some_angle = queries
         self.preparing(
-            q, k, q_made, k_made, q_angle, k_angle, phase, done, factor, q_programs, k_programs, stream
+            some_q, k, some_made, k_made, some_angle, k_angle, done, factor, q_programs, k_programs, stream
         )
-        units = self.preparing.units(q.shape[1]) + self.preparing.units(k.shape[1])
-        awaited = utils.AuxData([counter, done], (Int32(self.preparing.k_heads), Int32(units), together))
-        self.attention(q_made, k_made, v, out, lse, scale, *(None,) * 9, awaited, None, None, stream)
+        awaited = utils.AuxData(awaited, (Int32(self.preparing.k_heads), Int32(units), together))
+        self.attention(multiplied, k_made, v, out, lse, scale, *(None,) * 9, awaited, None, None, stream)
 
 
 @functools.cache
@@ -135,19 +52,21 @@ class Ahead:
 def compiled_ahead(kind: Kind, n: int, preparation: str, phased: bool, key_heads: int) -> Any:
     """For any lengths. kind is that of what is multiplied; key_heads are counted together."""
     element = ELEMENTS[kind.dtype]
-    width = 2 * n if preparation == "rope" else n
+    rotates = preparation == "rope"
+    width = 2 * n if rotates else n
     batch, queries, keys, all_heads, all_key_heads = (cute.sym_int() for _ in range(5))
     halves = functools.partial(make_fake_tensor, element, divisibility=VECTOR)
     floats = functools.partial(make_fake_tensor, Float32, divisibility=4)
     of_query, of_key = (batch, queries, all_heads), (batch, keys, all_key_heads)
     counts = [make_fake_tensor(Int32, (size,)) for size in (1, cute.sym_int())]
+    form, settings = (AwaitingForward, {}) if rotates else (ExpandingForward, {"preparation": preparation})
     return compiled(
         Ahead(
             Preparing(element, n, preparation, key_heads * kind.group, key_heads),
-            forward_kernel(kind, AwaitingForward, programs=multiprocessors(torch.device("cuda"))),
+            forward_kernel(kind, form, programs=multiprocessors(torch.device("cuda")), **settings),
         ),
-        halves((*of_query, width)), halves((*of_key, width)), halves((*of_query, 2 * n)), halves((*of_key, 2 * n)),
-        halves((*of_key, kind.v_width)), halves((*of_query, kind.v_width)),
+        halves((*of_query, width)), halves((*of_key, width)), halves((*of_query, 2 * n)) if rotates else None,
+        halves((*of_key, 2 * n)), halves((*of_key, kind.v_width)), halves((*of_query, kind.v_width)),
         make_fake_tensor(Float32, (batch, all_heads, queries)), floats((batch, queries, n)), floats((batch, keys, n)),
         floats((all_heads, n)) if phased else None, *counts, Float32(1.0), Float32(1.0), *(Int32(1),) * 3,
     )  # fmt: skip
@@ -156,19 +75,20 @@ def compiled_ahead(kind: Kind, n: int, preparation: str, phased: bool, key_heads
 def forward(
     q: Tensor, k: Tensor, v: Tensor, q_angle: Tensor, k_angle: Tensor, phase: Tensor | None, plan: Plan,
     *, preparation: str, factor: float, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output `[B, H, T, D]`, log-sum-exp `[B, H, T]`, and prepared q and k, of the calls that `ahead.plan` names."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Output `[B, H, T, D]`, log-sum-exp `[B, H, T]`, RoPE's rotated q, prepared k, of what `ahead.plan` names."""
     rows, heads, queries, _ = q.shape
     key_heads, n = k.shape[1], q_angle.shape[2]
-    q_made, k_made, out = expanded_like(q, 2 * n), expanded_like(k, 2 * n), expanded_like(q, v.shape[3])
+    q_made = expanded_like(q, 2 * n) if preparation == "rope" else None
+    k_made, out = expanded_like(k, 2 * n), expanded_like(q, v.shape[3])
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
-    most = max(1, HEADS // (heads // key_heads))
+    most = HEADS if q_made is None else max(1, HEADS // (heads // key_heads))
     together = max(count for count in range(1, most + 1) if key_heads % count == 0)
     counts = torch.zeros(1 + rows * key_heads // together, dtype=torch.int32, device=q.device)
-    kind = kind_of(q_made, k_made, v, True, None)
+    kind = Kind(q.dtype, 2 * n, v.shape[3], heads // key_heads, True, False)
     compiled_ahead(kind, n, preparation, phase is not None, together)(
-        copyable(q), copyable(k), *(x.transpose(1, 2) for x in (q_made, k_made)), copyable(v), out.transpose(1, 2),
-        lse, q_angle.expand(rows, -1, -1), k_angle.expand(rows, -1, -1), phase, counts[:1], counts[1:], factor, scale,
-        *plan,
+        copyable(q), copyable(k), None if q_made is None else q_made.transpose(1, 2), k_made.transpose(1, 2),
+        copyable(v), out.transpose(1, 2), lse, q_angle.expand(rows, -1, -1), k_angle.expand(rows, -1, -1), phase,
+        counts[:1], counts[1:], factor, scale, *plan,
     )  # fmt: skip
     return out, lse, q_made, k_made

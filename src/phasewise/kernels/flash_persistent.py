@@ -21,6 +21,8 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.tile_scheduler import SingleTileLPTScheduler
 from quack import copy_utils, layout_utils, sm90_utils
 
+MULTIPLYING = inspect.signature(FlashAttentionForwardSm90.mma)
+
 
 class Signals(NamedTuple):
     """Barriers in shared memory: of each place for queries, and of the place where the next tile's number stands."""
@@ -119,7 +121,8 @@ class Ring:
 
     def consumer_wait_w_index_phase(self, _, phase):
         self.kernel.place = self.count % self.kernel.places
-        cute.arch.mbarrier_wait(self.signals.full + self.kernel.place, (self.count // self.kernel.places) & 1)
+        turn = (self.count // self.kernel.places) & 1
+        self.kernel.await_queries(self.signals.full + self.kernel.place, turn)
 
     def consumer_release_w_index(self, _):
         arrive_once(self.signals.empty + self.kernel.place)
@@ -256,12 +259,16 @@ class PersistentForward(FlashAttentionForwardSm90):
 
     def mma(self, *arguments):
         """flash-attn-4's, with queries in our places."""
-        given = inspect.signature(FlashAttentionForwardSm90.mma).bind(self, *arguments).arguments
+        given = MULTIPLYING.bind(self, *arguments).arguments
         signals = self.signals(given["pipeline_q"])
         cute.arch.sync_threads()
         given["sQ"], given["pipeline_q"] = self.queries(given["sQ"]), Ring(self, signals, Int32(0))
         given["TileSchedulerCls"] = partial(given["TileSchedulerCls"], ctx=(signals, False))
         FlashAttentionForwardSm90.mma(*given.values())
+
+    def await_queries(self, full, turn):
+        """Of a tile, where its first product is about to be made."""
+        cute.arch.mbarrier_wait(full, turn)
 
     def first_half_block_overlap(self, *arguments, mma_qk_fn, **settings):
         multiply = partial(mma_qk_fn, A_idx=self.place)
