@@ -83,13 +83,17 @@ class Selection:
         return [s for s in subjects(width, length) if s.name in BASELINES.values() or chosen(s.name)]
 
 
-def measure(width: int, length: int, selection: Selection) -> list[dict[str, object]]:
-    """One row per subject at a width and a length."""
+def measure(
+    width: int, length: int, selection: Selection, refused: dict[str, str]
+) -> list[dict[str, object]]:
+    """One row per subject at a width and a length; refused: those without one, and why, to which it adds."""
     torch.compiler.reset()  # a compiled function serves a few sizes only
     rows = TOKENS // length
     inputs, gradient = draw(width, length, rows)
     forward, both, found = {}, {}, {}
     for subject in selection.of(width, length):
+        if f"{subject.name} {width}" in refused:
+            continue
 
         def run(subject: Subject = subject) -> Tensor:
             return subject.run(*inputs.values())
@@ -101,7 +105,13 @@ def measure(width: int, length: int, selection: Selection) -> list[dict[str, obj
 
         found[subject.name] = subject
         forward[subject.name], both[subject.name] = torch.no_grad()(run), train
-    memory = {name: peak_memory(call) for name, call in both.items()}
+    memory: dict[str, int] = {}
+    for name, call in list(both.items()):
+        try:
+            memory[name] = peak_memory(call)
+        except Exception as error:
+            refused[f"{name} {width} {length}"] = reason(error)
+            del forward[name], both[name], found[name]
     times, both_times = side_by_side(forward), side_by_side(both)
     table = []
     for name, subject in found.items():
@@ -119,6 +129,11 @@ def measure(width: int, length: int, selection: Selection) -> list[dict[str, obj
         row["peak_bytes"] = memory[name]
         table.append(row)
     return table
+
+
+def reason(error: Exception) -> str:
+    """What an implementation failed with, in a line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,12 +159,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         journal = options.out.with_name(f"{options.out.stem}-tune.json")
         tune(partial(stages, options.widths, options.lengths), journal, only=options.tune or [""])
     selection = Selection(tuple(options.only), tuple(options.without))
-    errors = {}
+    errors: dict[str, dict[str, float]] = {}
+    refused: dict[str, str] = {}
     for width in options.widths:
         torch.compiler.reset()
         for subject in selection.of(width, GATE_LENGTH):
-            errors[f"{subject.name} {width}"] = gate(subject, width)
-    print(f"gate: {len(errors)} implementations within bounds")
+            name = f"{subject.name} {width}"
+            try:
+                errors[name] = gate(subject, width)
+            except Exception as error:  # of anybody's code; the others are measured all the same
+                refused[name] = reason(error)
+                print(f"{name} is not measured: {refused[name]}", flush=True)
+    print(f"gate: {len(errors)} implementations within bounds", flush=True)
     recipe = {
         "what": "causal attention, bfloat16, encodings' own work included",
         "tokens": TOKENS, "heads": HEADS, "seed": 0, "widths": options.widths, "lengths": options.lengths,
@@ -158,12 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table: list[dict[str, object]] = []
     for width in options.widths:
         for length in options.lengths:
-            rows = measure(width, length, selection)
+            rows = measure(width, length, selection, refused)
             table += rows
             for row in rows:
                 print(_line(row), flush=True)
-            record(options.out, recipe=recipe, values={"gate": errors, "times": table}, device="cuda")
-    return 0
+            values = {"gate": errors, "refused": refused, "times": table}
+            record(options.out, recipe=recipe, values=values, device="cuda")
+    for name, why in refused.items():
+        print(f"{name}: {why}", file=sys.stderr)
+    return 1 if refused else 0
 
 
 def _line(row: dict) -> str:

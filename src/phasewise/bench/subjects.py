@@ -19,6 +19,7 @@ from phasewise.kernels.library import BODIES, Body
 from phasewise.positions import Positions
 
 HEADS = 16
+LONGEST_TUNED = 2048
 VIEW: dict[str, Any] = {"causal": True, "window": None}
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -37,16 +38,21 @@ class Subject:
 def subjects(width: int, length: int) -> Iterator[Subject]:
     """What is installed, for heads of `width` and sequences of `length`: each a causal attention on this GPU.
 
-    Plain attention is NoPE's. FlexAttention has no TAPA: it hands out finished scores, and TAPA's are two products.
+    Plain attention is NoPE's. What others have for an encoding comes last.
     """
-    flex = compiled_flex(length)
+    rope, pope = (
+        RoPE(head_dim=width).cuda(),
+        PoPE(num_heads=HEADS, head_dim=width, phase_init="uniform").cuda(),
+    )
     yield from others_plain(width)
     yield from plain(width)
-    yield Subject("plain flex", NoPE(), compiled(partial(flex, scale=width**-0.5)), width)
-    for encoding in (RoPE(head_dim=width), PoPE(num_heads=HEADS, head_dim=width, phase_init="uniform")):
-        yield from prepared(encoding.cuda(), width, length, flex)
-    yield from sloped(width, flex)
+    yield from prepared(rope, width, length)
+    yield from prepared(pope, width, length)
+    yield sloped(width)
     yield from joint(width, length)
+    yield from by_flex(width, length, rope, pope)
+    if installed("PoPE-pytorch"):
+        yield Subject("pope PoPE-pytorch", pope, _peer(pope, length), 2 * width, (pope.phase,))
 
 
 def others_plain(width: int) -> Iterator[Subject]:
@@ -87,10 +93,8 @@ def plain(width: int) -> Iterator[Subject]:
         )
 
 
-def prepared(
-    encoding: RoPE | PoPE, width: int, length: int, flex: Callable[..., Tensor] | None = None
-) -> Iterator[Subject]:
-    """An encoding of queries and keys by each body of ours, by `flex`, and PoPE by PoPE-pytorch."""
+def prepared(encoding: RoPE | PoPE, width: int, length: int) -> Iterator[Subject]:
+    """An encoding of queries and keys by each body of ours."""
     turns = angles(
         torch.arange(length, device="cuda")[None],
         Geometric(base=10_000.0).rates(encoding.channels, device="cuda"),
@@ -103,28 +107,35 @@ def prepared(
     else:
         attend, leaves, qk_width = separable.rope, (), width
         between = (turns, turns, 1.0)
-    kind = encoding.kind
     for body in bodies():
         run = output(attend, *between, body=body, **settings)
-        yield Subject(f"{kind} {body}", encoding, run, qk_width, leaves)
-    if flex is not None:
-        run = compiled(partial(_through_factors, encoding, flex))
-        yield Subject(f"{kind} flex", encoding, run, qk_width, leaves)
-    if isinstance(encoding, PoPE) and installed("PoPE-pytorch"):
-        yield Subject("pope PoPE-pytorch", encoding, _peer(encoding, length), qk_width, leaves)
+        yield Subject(f"{encoding.kind} {body}", encoding, run, qk_width, leaves)
 
 
-def sloped(width: int, flex: Callable[..., Tensor]) -> Iterator[Subject]:
-    """ALiBi by our kernel, and as a score that `flex` changes."""
+def sloped(width: int) -> Subject:
+    """ALiBi by our kernel."""
     encoding = ALiBi(num_heads=HEADS)
     slopes = encoding.slopes(device=torch.device("cuda"))
     run = output(separable.attend, scale=width**-0.5, slopes=slopes, body="triton", **VIEW)
-    yield Subject("alibi triton", encoding, run, width)
+    return Subject("alibi triton", encoding, run, width)
+
+
+def by_flex(width: int, length: int, rope: RoPE, pope: PoPE) -> Iterator[Subject]:
+    """FlexAttention, compiled with what comes before it.
+
+    It has no TAPA: it hands out finished scores, and TAPA's are two products.
+    """
+    flex, scale, alibi = flex_attention_of(length), width**-0.5, ALiBi(num_heads=HEADS)
+    slopes = alibi.slopes(device=torch.device("cuda"))
 
     def nearer(score: Tensor, _row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score - slopes[head] * (query - key).abs()
 
-    yield Subject("alibi flex", encoding, compiled(partial(flex, score_mod=nearer, scale=width**-0.5)), width)
+    yield Subject("plain flex", NoPE(), compiled(partial(flex, scale=scale)), width)
+    yield Subject("rope flex", rope, compiled(partial(_through_factors, rope, flex)), width)
+    run = compiled(partial(_through_factors, pope, flex))
+    yield Subject("pope flex", pope, run, 2 * width, (pope.phase,))
+    yield Subject("alibi flex", alibi, compiled(partial(flex, score_mod=nearer, scale=scale)), width)
 
 
 def joint(width: int, length: int) -> Iterator[Subject]:
@@ -145,7 +156,7 @@ def installed(package: str) -> bool:
     return any(found.metadata["Name"] == package for found in metadata.distributions())
 
 
-def compiled_flex(length: int) -> Callable[..., Tensor]:
+def flex_attention_of(length: int) -> Callable[..., Tensor]:
     """torch's FlexAttention, causal at `length`, to be compiled: `(q, k, v, score_mod=..., scale=...)`."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -172,9 +183,20 @@ def _through_factors(
 
 
 def _peer(pope: PoPE, length: int) -> Run:
-    """PoPE-pytorch's fused attention with our phases; its angles are float32 products."""
-    from PoPE_pytorch import flash_attn_with_pope  # pyright: ignore[reportMissingImports]
+    """PoPE-pytorch's fused attention with our phases; its angles are float32 products.
 
-    rates = Geometric(base=10_000.0).rates(pope.phase.shape[1], device="cuda").float()
+    It tunes its tiles at every new length, each of ten several times, which takes minutes at long ones; beyond
+    LONGEST_TUNED it is given those of the length before.
+    """
+    from PoPE_pytorch import flash_attn_with_pope  # pyright: ignore[reportMissingImports]
+    from PoPE_pytorch import triton_pope_flash_attn as its  # pyright: ignore[reportMissingImports]
+
+    width = pope.phase.shape[1]
+    rates = Geometric(base=10_000.0).rates(width, device="cuda").float()
     turns = torch.arange(length, device="cuda").float()[:, None] * rates
+    if length > LONGEST_TUNED:
+        for kernel, configs in ((its._fwd_kernel, its._fwd_configs), (its._bwd_kernel, its._bwd_configs)):
+            sizes = ("seqlen_q", "seqlen_k", "headdim")
+            tuner = its.get_autotuned_kernel(kernel, configs, sizes, width, 2, torch.cuda.current_device())
+            tuner.configs = [getattr(tuner, "best_config", tuner.configs[0])]
     return lambda q, k, v: flash_attn_with_pope(q, k, v, pos_emb=(turns, pope.phase), causal=True)

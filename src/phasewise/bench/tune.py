@@ -65,6 +65,8 @@ class Work:
     kept: tuple[str, dict[int, Trial]] = field(default=("", {}))
 
     def __call__(self, task: Task) -> Results:
+        if not self.kept[0]:
+            start_gpu()  # which takes seconds, while the GPU is another's
         table.reread()
         subject = next(s for s in self.stages()[task.stage] if s.name == task.subject)
         if self.kept[0] != subject.name:
@@ -110,6 +112,13 @@ class Work:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
             torch.cuda.synchronize()
+
+
+def start_gpu() -> None:
+    """Make this process's context, and that of its matrix products."""
+    x = torch.ones(16, 16, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()
+    torch.cuda.synchronize()
 
 
 @contextmanager
