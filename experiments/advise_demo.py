@@ -5,9 +5,9 @@ Needs the folder of a finished `phasewise compare --encodings rope pope --steps 
 """
 
 import json
-import sys
 from pathlib import Path
 
+from experiments.command import parser
 from phasewise.data import load
 from phasewise.lens.advise.advice import Advice, Wanted, advise
 from phasewise.lens.advise.measured import Trial
@@ -51,4 +51,6 @@ def tabled(found: Advice) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    arguments = parser("advise_demo", __doc__)
+    arguments.add_argument("folder", type=Path)
+    main(arguments.parse_args().folder)

@@ -4,13 +4,13 @@ python -m experiments.attention_figure results/attention/h200.json results/atten
 """
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.command import parser
 from experiments.readme_figure import measured_on, with_table
 from phasewise.figures import figure
 from phasewise.kernels.table import ranked
@@ -199,6 +199,6 @@ def main(reports: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    main([Path(argument) for argument in sys.argv[1:]])
+    arguments = parser("attention_figure", __doc__)
+    arguments.add_argument("reports", type=Path, nargs="+")
+    main(arguments.parse_args().reports)

@@ -4,10 +4,10 @@ python -m experiments.decode_table results/attention/decode-h200.json
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from experiments.command import parser
 from experiments.readme_figure import measured_on, with_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "attention.md"
@@ -50,6 +50,6 @@ def main(report: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    arguments = parser("decode_table", __doc__)
+    arguments.add_argument("report", type=Path)
+    main(arguments.parse_args().report)

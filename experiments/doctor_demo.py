@@ -5,13 +5,13 @@ experiments/inspect_smollm2.py converts it, the second part is made too.
 """
 
 import json
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import torch
 
+from experiments.command import parser
 from phasewise.hf.checkpoint import load
 from phasewise.lens.doctor.diagnosis import Diagnosis
 from phasewise.lens.doctor.examine import doctor
@@ -110,4 +110,6 @@ def said(found: Diagnosis) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    arguments = parser("doctor_demo", __doc__)
+    arguments.add_argument("folder", type=Path, nargs="?")
+    main(arguments.parse_args().folder)

@@ -13,6 +13,7 @@ import json
 from statistics import fmean
 from typing import Any
 
+from experiments.command import parser
 from experiments.readme_figure import ROOT, with_table
 from phasewise.evaluate import TaskScore
 from phasewise.train.evaluation_report import Evaluated, Evaluation, draw_needles
@@ -80,4 +81,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser("evaluate_smollm2", __doc__).parse_args()
     main()

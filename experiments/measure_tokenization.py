@@ -9,11 +9,11 @@ are recorded beside it: on idle cores the wall time is about processor time over
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from experiments.command import parser
 from phasewise.data.kinds import Origin
 from phasewise.data.tokenization import tokenize
 from phasewise.record import record
@@ -61,4 +61,8 @@ def main(novels: Path, out: Path, repeats: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1)
+    arguments = parser("measure_tokenization", __doc__)
+    arguments.add_argument("novels", type=Path)
+    arguments.add_argument("out", type=Path)
+    arguments.add_argument("repeats", type=int, nargs="?", default=1)
+    main(**vars(arguments.parse_args()))

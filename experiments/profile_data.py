@@ -5,7 +5,6 @@ python -m experiments.profile_data speed
 """
 
 import resource
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter, process_time
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from experiments.command import parser
 from phasewise.lens.dependency import dependency, log_spaced
 from phasewise.lens.profile import profile
 from phasewise.lens.profile_report import label, table
@@ -61,4 +61,8 @@ def speed() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    data(sys.argv[2:]) if sys.argv[1] == "data" else speed()
+    arguments = parser("profile_data", __doc__)
+    arguments.add_argument("part", choices=("data", "speed"))
+    arguments.add_argument("sources", nargs="*")
+    given = arguments.parse_args()
+    data(given.sources) if given.part == "data" else speed()

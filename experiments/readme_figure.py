@@ -5,10 +5,10 @@ python -m experiments.readme_figure results/demo/report.json
 
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
+from experiments.command import parser
 from phasewise.train.report import Comparison, Score, draw
 
 ROOT = Path(__file__).parent.parent
@@ -87,6 +87,6 @@ def main(report: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    arguments = parser("readme_figure", __doc__)
+    arguments.add_argument("report", type=Path)
+    main(arguments.parse_args().report)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments.command import parser
 from experiments.indirect_indexing_report import SOLVED
 from experiments.readme_figure import ROOT, with_table
 from phasewise.figures import figure
@@ -112,4 +113,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser("small_models_page", __doc__).parse_args()
     main()

@@ -9,13 +9,13 @@ that the folder has.
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from experiments.command import parser
 from phasewise.data import Corpus, batch, load, windows
 from phasewise.encodings import TAPAConfig
 from phasewise.evaluate import measure
@@ -184,4 +184,7 @@ def _folder(out: Path, name: str, seed: int) -> Path:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    arguments = parser("tapa_variants", __doc__)
+    arguments.add_argument("out", type=Path)
+    arguments.add_argument("names", nargs="*")
+    main(**vars(arguments.parse_args()))

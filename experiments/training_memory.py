@@ -8,12 +8,12 @@ blocks as they are written and computed again in the backward pass. Each figure 
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.command import parser
 from experiments.readme_figure import with_table
 from phasewise.data import batch
 from phasewise.data.corpus import Corpus, Documents
@@ -103,6 +103,8 @@ def table(document: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]))
+    arguments = parser("training_memory", __doc__)
+    arguments.add_argument("out", type=Path, nargs="?")
+    if out := arguments.parse_args().out:
+        main(out)
     PAGE.write_text(with_table(PAGE.read_text(), table(json.loads(RESULT.read_text())), "training-memory"))

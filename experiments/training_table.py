@@ -1,11 +1,11 @@
 """The table of docs/train.md from the records of its rows: `make tables` names them."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.command import parser
 from experiments.readme_figure import ROOT, with_table
 
 PAGE = ROOT / "docs" / "train.md"
@@ -50,7 +50,7 @@ def speed_table(documents: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    given = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
+    arguments = parser("training_table", __doc__)
+    arguments.add_argument("records", type=Path, nargs="+")
+    given = [json.loads(path.read_text()) for path in arguments.parse_args().records]
     PAGE.write_text(with_table(PAGE.read_text(), speed_table(given), "training-speed"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.command import parser
 from experiments.stacked import NOT_SCORED, Stack, losses, train
 from phasewise.data.suite import KINDS, LETTERS, Addition, Suite
 from phasewise.encodings import RoPEConfig
@@ -397,8 +397,15 @@ def _save(path: Path, values: object) -> None:
 
 
 if __name__ == "__main__":
+    arguments = parser("validate_interpolation", __doc__)
+    parts = arguments.add_subparsers(dest="part", required=True)
+    parts.add_parser("follow")
+    running = parts.add_parser("run")
+    running.add_argument("folder", type=Path)
+    running.add_argument("--tiny", action="store_true")
+    given = arguments.parse_args()
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if sys.argv[1] == "follow":
+    if given.part == "follow":
         follow(SMALL)
     else:
-        run(Path(sys.argv[2]), TINY if "--tiny" in sys.argv else Budget(), where)
+        run(given.folder, TINY if given.tiny else Budget(), where)

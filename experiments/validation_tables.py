@@ -9,7 +9,6 @@ Of each pair of hash-even name thresholds may be fitted; those of odd hash are w
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.command import parser
 from experiments.readme_figure import with_table
 from experiments.validate_interpolation import BLOCKS, addition_pairs, letter_pairs
 from phasewise.figures import figure
@@ -378,4 +378,6 @@ def _short(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    arguments = parser("validation_tables", __doc__)
+    arguments.add_argument("folder", type=Path, nargs="?")
+    main(arguments.parse_args().folder)
