@@ -1,6 +1,7 @@
 """Tuning measures every row of the launch table, decides by times and writes; what it measures needs a GPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,7 +90,8 @@ def pretended(monkeypatch, copied):
             yield task, {n: [times[n][meta["body"]] for meta in task.metas] for n in LENGTHS}
 
     monkeypatch.setattr(tune, "outcomes", told)
-    subject = Subject("separable.flash.backward", 64, 64, LENGTHS, lambda _: Trial(tuple, tuple))
+    tried = tuple({"body": body} for body in ("flash", "triton", "stored"))
+    subject = Subject("separable.flash.backward", 64, 64, LENGTHS, lambda _: Trial(tuple, tuple), tried)
     return subject, asked
 
 
@@ -109,7 +111,7 @@ def test_a_choice_is_written_for_this_device_by_lengths_and_tuning_goes_on_where
     assert record["values"]["complete"]
     record["values"]["complete"] = False
     journal.write_text(json.dumps(record))
-    another = Subject("tapa.backward", 64, 64, LENGTHS, lambda _: Trial(tuple, tuple))
+    another = replace(subject, kernel="tapa.backward")
     asked.clear()
     with pytest.raises(KeyError):  # the pretended GPU has no times of TAPA's bodies
         tune.tune(lambda: [[subject, another]], journal)

@@ -42,6 +42,10 @@ GRIDS: Mapping[str, Mapping[str, tuple]] = {
     "tapa.flash.forward": {"tile_m": (128, 192), "tile_n": (64, 96, 128), "turn": (0.3, 0.5)},
     "separable.flash.ahead": {"programs": (0, 24, 32, 44, 60)},
     "separable.flash.stays": {"queries": (0, 50_000, 100_000, 1 << 40)},
+    "separable.flash.backward": {"body": ("flash", "triton", "stored", "joint")},
+    "separable.triton.forward": {"body": ("triton", "hopper")},
+    "separable.triton.backward": {"body": ("triton", "stored", "joint")},
+    "tapa.backward": {"body": ("passes", "joint")},
 }
 """Values tried of a row's settings, in all combinations; what is not named stays as it is."""
 
@@ -62,8 +66,8 @@ class Trial(NamedTuple):
 class Subject:
     """A family of rows, of one kernel or choice at two widths, and the call that they decide at each length.
 
-    settings: what is tried in the place of the row's; none for rows that name bodies, of which all that the table
-    names are tried. fixed: rows that have to be in force for the call to come to the kernel.
+    settings: what is tried in the place of the row's. fixed: rows that have to be in force for the call to come to the
+    kernel.
     """
 
     kernel: str
@@ -83,9 +87,6 @@ class Subject:
         if "order" in present:
             order = present["order"]
             tried = [{"order": [body, *(x for x in order if x != body)]} for body in order]
-        elif "body" in present:
-            named = {r["meta"]["body"] for r in launch_table()["rows"] if r["kernel"] == self.kernel}
-            tried = [{**present, "body": body} for body in sorted(named)]
         else:
             tried = [{**present, **settings} for settings in self.settings]
         return [present, *(meta for meta in tried if meta != present)]
