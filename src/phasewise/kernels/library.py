@@ -281,20 +281,27 @@ def _joint_backward(
         some_q, some_k = q[rows, heads], k[rows, keys]
         some = (v[rows, keys], *(x[rows, heads] for x in (dout, *statistics)))
         into = dq[rows, heads], dk[rows, keys], dv[rows, keys]
-        if q_angle is None or k_angle is None:
-            torch.mul(joint.backward(some_q, some_k, *some, into[1:], scale=scale), scale, out=into[0])
+        turned = q_angle is not None and k_angle is not None
+        angles = [x if x.shape[0] == 1 else x[rows] for x in (q_angle, k_angle) if x is not None]
+        if turned and preparation != "rope":
+            some_phase = phase if phase is None else phase[heads]
+            some_sums = sums if sums is None else sums[rows, :, heads]
+            q2, k2 = prepare.polar(some_q, some_k, *angles, some_phase, preparation)
+            dq2 = joint.backward(q2, k2, *some, (k2, into[2]), scale=scale, by_channels=True)
+            held = prepare.Sums(dq2.flatten(2), scale, 64)
+            prepare.polar_backward(some_q, angles[0], some_phase, preparation, held, into[0], some_sums)
+            prepare.polar_backward(some_k, angles[1], None, preparation, k2, into[1], None)
             return
-        angles = [x if x.shape[0] == 1 else x[rows] for x in (q_angle, k_angle)]
-        if preparation == "rope":
-            dq_sum = joint.backward(some_q, some_k, *some, into[1:], scale=scale)
-            prepare.rotate(dq_sum, into[1], *angles, factor, back=True, into=into[:2], q_scale=scale)
+        held = joint.backward(some_q, some_k, *some, into[1:], scale=scale, by_channels=False).flatten(2)
+        half = q.shape[3] // 2
+        if turned and angles[0].shape[2] == half:
+            prepare.finish_rotated(held, scale, *into[:2], *angles, factor)
             return
-        some_phase = phase if phase is None else phase[heads]
-        some_sums = sums if sums is None else sums[rows, :, heads]
-        q2, k2 = prepare.polar(some_q, some_k, *angles, some_phase, preparation)
-        dq2 = joint.backward(q2, k2, *some, (k2, into[2]), scale=scale)
-        prepare.polar_backward(some_q, angles[0], some_phase, preparation, dq2, into[0], some_sums, scale)
-        prepare.polar_backward(some_k, angles[1], None, preparation, k2, into[1], None)
+        prepare.finish_rotated(
+            held, scale, into[0], None, q.new_zeros(1, q.shape[2], half, dtype=torch.float32), None, 1.0
+        )
+        if turned:
+            prepare.rotate(*into[:2], *angles, factor, back=True, into=into[:2])
 
     for rows, keys in halves(q, k):
         backward(rows, keys)

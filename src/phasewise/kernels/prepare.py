@@ -164,9 +164,9 @@ def polar_backward_kernel(
     KIND: tl.constexpr, PHASE: tl.constexpr, FAST: tl.constexpr, HELD: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x and, per tile, of the phases: sums [B, tiles, H, D], from grad times scale.
+    """Gradients of x and, per tile, of the phases: sums [B, tiles, H, D].
 
-    HELD above 0: grad is `Sums` in tiles of so many places.
+    HELD above 0: grad is `Sums` in tiles of so many places, times scale.
     """
     tile, b, group = program(tl.program_id(0), tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -188,8 +188,8 @@ def polar_backward_kernel(
             grad_cos = tl.where(inside, tl.trans(held_by_threads(grad_at, BLOCK_T)) * scale, 0.0)
             grad_sin = tl.where(inside, tl.trans(held_by_threads(grad_at + 64 * HELD, BLOCK_T)) * scale, 0.0)
         else:
-            grad_cos = tl.load(grad_at, inside, other=0.0).to(tl.float32) * scale
-            grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0).to(tl.float32) * scale
+            grad_cos = tl.load(grad_at, inside, other=0.0).to(tl.float32)
+            grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0).to(tl.float32)
         mu, slope = magnitude(x, KIND, FAST)
         if PHASE:
             h = first + head
@@ -218,18 +218,18 @@ def add_up_kernel(sum_ptr, out_ptr, N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.con
 
 @triton.jit
 def turn_pairs(
-    at, x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, H, T, factor, scale, D, n,
+    at, x_ptr, x_strides, out_ptr, out_strides, angle_ptr, angle_row, H, T, factor, D, n,
     BACK: tl.constexpr, FAST: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Scale times x [B, H, T, D] with the pairs (c, c + n), c < n, turned (back) and times factor."""
+    """x [B, H, T, D] with the pairs (c, c + n), c < n, turned (back) and scaled; channels from 2 n on as they are."""
     tile, b, group = program(at, tl.cdiv(T, BLOCK_T), H // HEADS)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     c = tl.arange(0, BLOCK_N)
     inside = (t[:, None] < T) & (c[None, :] < n)
     cos, sin = turn(load_angle(angle_ptr, b * angle_row, t, c, T, n), FAST)
-    cos *= factor * scale
-    sin *= (-factor if BACK else factor) * scale
+    cos *= factor
+    sin *= -factor if BACK else factor
     first_at = tile_of(x_ptr, x_strides, b, group * HEADS, t, c)
     out_at = tile_of(out_ptr, out_strides, b, group * HEADS, t, c)
     kind = out_ptr.dtype.element_ty
@@ -242,7 +242,6 @@ def turn_pairs(
             rest = 2 * n + tl.arange(0, BLOCK_REST)
             keep_rest = (t[:, None] < T) & (rest[None, :] < D)
             passing = tl.load(tile_of(x_ptr, x_strides, b, group * HEADS + head, t, rest), keep_rest)
-            passing = (passing.to(tl.float32) * scale).to(kind)
             tl.store(tile_of(out_ptr, out_strides, b, group * HEADS + head, t, rest), passing, keep_rest)
         first_at += x_strides[1]
         out_at += out_strides[1]
@@ -252,7 +251,7 @@ def turn_pairs(
 def rotate_kernel(
     q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T,
     k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, programs,
-    factor, q_scale, D, n, BACK: tl.constexpr, FAST: tl.constexpr,
+    factor, D, n, BACK: tl.constexpr, FAST: tl.constexpr,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
@@ -260,13 +259,13 @@ def rotate_kernel(
     at = tl.program_id(0)
     if at < programs:
         turn_pairs(
-            at, q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T, factor, q_scale, D, n,
+            at, q_ptr, q_strides, q_out_ptr, q_out_strides, q_angle_ptr, q_angle_row, H, T, factor, D, n,
             BACK, FAST, QUERY_HEADS, BLOCK_T, BLOCK_N, BLOCK_REST,
         )  # fmt: skip
     else:
         turn_pairs(
-            at - programs, k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, factor, 1.0,
-            D, n, BACK, FAST, KEY_HEADS, BLOCK_T, BLOCK_N, BLOCK_REST,
+            at - programs, k_ptr, k_strides, k_out_ptr, k_out_strides, k_angle_ptr, k_angle_row, KEY_H, S, factor, D, n,
+            BACK, FAST, KEY_HEADS, BLOCK_T, BLOCK_N, BLOCK_REST,
         )  # fmt: skip
 
 
@@ -310,8 +309,8 @@ def finish_rotated_kernel(
         )  # fmt: skip
     else:
         turn_pairs(
-            at - programs, k_ptr, k_strides, k_ptr, k_strides, k_angle_ptr, k_angle_row, KEY_H, S, k_factor, 1.0,
-            2 * N, N, True, FAST, KEY_HEADS, BLOCK_T, N, 0,
+            at - programs, k_ptr, k_strides, k_ptr, k_strides, k_angle_ptr, k_angle_row, KEY_H, S, k_factor, 2 * N, N,
+            True, FAST, KEY_HEADS, BLOCK_T, N, 0,
         )  # fmt: skip
 
 
@@ -437,18 +436,17 @@ def polar_backward(
     grad: Tensor | Sums,
     dx: Tensor,
     sums: Tensor | None,
-    scale: float = 1.0,
 ) -> None:
-    """Write the gradient of x into dx, given that of what `polar` made of it, but for a scale.
+    """Write the gradient of x into dx, given that of what `polar` made of it.
 
     No atomics: the gradient of the phase, `[H, D]`, is left as a sum per tile in `sums`, laid out by `phase_sums`.
     """
     meta = _backward_meta(x, phase is not None)
     if isinstance(grad, Sums):
-        given, strides, scale = grad.values, (*grad.values.stride()[:2], 0, 0), grad.scale * scale
+        given, strides, scale = grad.values, (*grad.values.stride()[:2], 0, 0), grad.scale
         meta |= {"HELD": grad.rows, "BLOCK_T": HELD_PLACES}
     else:
-        given, strides = grad, grad.stride()
+        given, strides, scale = grad, grad.stride(), 1.0
         meta |= {"HELD": 0}
     _, heads, length, width = x.shape
     polar_backward_kernel[(_programs(x, meta["BLOCK_T"], meta["HEADS"]),)](
@@ -459,9 +457,9 @@ def polar_backward(
 
 def rotate(
     q: Tensor, k: Tensor, q_angle: Tensor, k_angle: Tensor, factor: float,
-    *, back: bool = False, into: tuple[Tensor, Tensor] | None = None, q_scale: float = 1.0,
+    *, back: bool = False, into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """RoPE's rotation of the pairs (c, c + n) of q and k `[B, H, T, D]` by their angles, times factor; q times q_scale.
+    """RoPE's rotation of the pairs (c, c + n) of q and k `[B, H, T, D]` by their angles, times factor.
 
     Angles are float32 `[B | 1, T, n]`. `back=True` turns the other way: the gradient of the rotation. into: where the
     result goes; it may be q and k themselves.
@@ -471,7 +469,7 @@ def rotate(
     block_n, rest = power_of_two(n), width - 2 * n
     grid, arguments, meta = _pair(q, k, *into, q_angle, k_angle, 2 * block_n)
     rotate_kernel[grid](
-        *arguments, factor, q_scale, width, n, BACK=back, FAST=fast(into[0]), BLOCK_N=block_n,
+        *arguments, factor, width, n, BACK=back, FAST=fast(q), BLOCK_N=block_n,
         BLOCK_REST=power_of_two(rest) if rest else 0, **meta,
     )  # fmt: skip
     return into
