@@ -69,6 +69,14 @@ def test_a_tile_of_keys_meets_the_queries_that_see_it_and_masks_those_that_see_a
         assert gap - 8 >= -BEFORE, "the table of powers has an entry for every difference"
 
 
+def test_the_queries_gradient_is_read_where_threads_have_put_it(monkeypatch):
+    monkeypatch.setattr(tapa_joint, "HELD", [8, 256])
+    matrix = torch.arange(64 * 32).view(64, 32)
+    stored = tapa_joint.as_held.fn(matrix).flatten()
+    rows, columns = torch.arange(64)[:, None], torch.arange(32)
+    assert torch.equal(stored[tapa_joint.held_at.fn(rows, columns)], matrix)
+
+
 @pytest.mark.parametrize(
     ("score", "width", "v_width", "queries", "keys", "serves"),
     [

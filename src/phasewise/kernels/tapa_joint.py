@@ -32,6 +32,7 @@ from phasewise.kernels.tapa_score import BEFORE, Score, cosine, power_table, sin
 from phasewise.kernels.tapa_turns import add_query_grads, queries_of, work_of
 from phasewise.kernels.tiles import LOG2E, UNSEEN, describe
 
+HELD = gl.constexpr([8, 256])  # shape in which `as_held` leaves 64 x 32 values: a copy's rows hold 256
 SPACING = 1024  # tiles of queries walked over side by side, so that whoever is waited for is some steps ahead
 await_group = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
 
@@ -90,7 +91,10 @@ def power_operands(elements):
 
 @gluon.jit
 def strengths(table_ptr, j, i):
-    """unit |i - j|^alpha of a tile of consecutive places, from the table, where there is a distance i - j."""
+    """unit |i - j|^alpha of a tile of consecutive places, from the table, where there is a distance i - j.
+
+    Not pure, so that the loads begin where this stands, ahead of their use.
+    """
     ELEMENTS: gl.constexpr = j.shape[0] * i.shape[0] // (32 * gl.num_warps())
     pairs = table_ptr + (i[None, :] - j[:, None] + 1)
     return gl.inline_asm_elementwise(
@@ -98,24 +102,29 @@ def strengths(table_ptr, j, i):
         power_operands(ELEMENTS),
         [pairs],
         dtype=gl.float32,
-        is_pure=True,
+        is_pure=False,
         pack=ELEMENTS,
     )
 
 
 @gluon.jit
-def score_gradients(
-    amplitude, phase, upstream, strength, lse, delta, j, i, scale_log2, dtype: gl.constexpr, FAR: gl.constexpr
-):  # fmt: skip
-    """Softmax weights, level and twist of a tile; FAR: every key is seen."""
+def turned(amplitude, phase, strength, lse, j, i, scale_log2, FAR: gl.constexpr):
+    """Softmax weights of a tile, cosines, and amplitudes times sines and powers; FAR: every key is seen."""
     if not FAR:
         amplitude = gl.where(j[:, None] <= i[None, :], amplitude, UNSEEN)
     angle = phase * strength
     wave = cosine(angle, True)
     weights = gl.exp2(amplitude * wave * scale_log2 - lse[None, :])
-    slope = weights * (upstream - delta[None, :])
-    twist = (slope * amplitude) * (sine(angle, True) * strength)
-    return weights.to(dtype), (slope * wave).to(dtype), twist.to(dtype)
+    return weights, wave, amplitude * (sine(angle, True) * strength)
+
+
+@gluon.jit
+def as_held(x):
+    """A matrix of 64 x 32 in the order in which threads hold it, four values of one after four of another.
+
+    Stored so, no two threads of a warp meet in a bank of shared memory; row by row every second one does.
+    """
+    return x.reshape([4, 2, 8, 4, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape(HELD)
 
 
 @gluon.jit
@@ -126,10 +135,13 @@ def unknown_zero(step):
 
 @gluon.jit
 def tile_gradients(
-    step, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j, i, scale_log2, table_ptr,
+    step, strength, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j, i, scale_log2, table_ptr,
     FAR: gl.constexpr, Q_A_LAYOUT: gl.constexpr, Q_P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the queries i to the gradients by k_A, k_P and v of the keys j; hands on theirs by q_A and q_P."""
+    """Adds the queries i to the gradients by k_A, k_P and v of the keys j; hands on theirs by q_A and q_P.
+
+    strength: the powers of this tile; returns the next one's, loaded while the tensor cores work.
+    """
     zero = unknown_zero(step)
     k_a = tile_in(key_buffers[0], zero)
     k_p = tile_in(key_buffers[1], zero)
@@ -148,19 +160,23 @@ def tile_gradients(
     q_a = tile_in(buffers[0], stage)
     q_p = tile_in(buffers[1], stage)
     above = tile_in(buffers[2], stage)
-    strength = strengths(table_ptr, j, i)
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     amplitude = warpgroup_mma(k_a, q_a.permute([1, 0]), zeros, use_acc=False, is_async=True)
     phase = warpgroup_mma(k_p, q_p.permute([1, 0]), zeros, use_acc=False, is_async=True)
     upstream = warpgroup_mma(values, above.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    amplitude, phase, upstream = warpgroup_mma_wait(0, [amplitude, phase, upstream])
+    RUNNING: gl.constexpr = 1 if BLOCK_M < 64 else 0  # with 64 queries the third product beside is no gain
+    amplitude, phase = warpgroup_mma_wait(RUNNING, [amplitude, phase])
     lse = buffers[3].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, LAYOUT))
     delta = buffers[4].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, LAYOUT))
-    weights, level, twist = score_gradients(
-        amplitude, phase, upstream, strength, lse, delta, j, i, scale_log2, dtype, FAR
-    )
+    weights, wave, turn = turned(amplitude, phase, strength, lse, j, i, scale_log2, FAR)
+    upstream = warpgroup_mma_wait(0, [upstream])
+    slope = weights * (upstream - delta[None, :])
+    weights = weights.to(dtype)
+    level = (slope * wave).to(dtype)
+    twist = (slope * turn).to(dtype)
     level_tile.store(level)
     twist_tile.store(twist)
+    strength = strengths(table_ptr, j, i + BLOCK_M)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, by_v.type.layout, 2))
     level = gl.convert_layout(level, gl.DotOperandLayout(0, by_k_a.type.layout, 2))
     twist = gl.convert_layout(twist, gl.DotOperandLayout(0, by_k_p.type.layout, 2))
@@ -180,12 +196,12 @@ def tile_gradients(
         by_q_p = warpgroup_mma(twist_tile.permute([1, 0]), k_p, zeros_p, use_acc=False, is_async=True)
     by_v, by_k_a, by_k_p, by_q_a, by_q_p = warpgroup_mma_wait(0, [by_v, by_k_a, by_k_p, by_q_a, by_q_p])
     mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
-    grads[0].index(stage).store(by_q_a)
-    grads[1].index(stage).store(by_q_p)
+    grads[0].index(stage).store(as_held(by_q_a))
+    grads[1].index(stage).store(as_held(by_q_p))
     fence_async_shared()
     await_group()
     mbarrier.arrive(ready.index(stage))
-    return by_k_a, by_k_p, by_v
+    return strength, by_k_a, by_k_p, by_v
 
 
 @gluon.jit
@@ -235,14 +251,15 @@ def key_gradients(
     scale_log2 = scale * LOG2E
     mbarrier.wait(loaded, 0)
     for member in range(GROUP):
+        strength = strengths(table_ptr, j, i)
         for t in range(0, near):
-            by_k_a, by_k_p, by_v = tile_gradients(
-                member * count + t, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j,
+            strength, by_k_a, by_k_p, by_v = tile_gradients(
+                member * count + t, strength, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j,
                 i + t * BLOCK_M, scale_log2, table_ptr, False, Q_A, Q_P,
             )  # fmt: skip
         for t in range(near, count):
-            by_k_a, by_k_p, by_v = tile_gradients(
-                member * count + t, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j,
+            strength, by_k_a, by_k_p, by_v = tile_gradients(
+                member * count + t, strength, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j,
                 i + t * BLOCK_M, scale_log2, table_ptr, True, Q_A, Q_P,
             )  # fmt: skip
     store_rows(grad_k_ptr, k_strides, batch, group, first_n, 0, S, by_k_a, scale)
@@ -337,19 +354,26 @@ def joint_kernel(
 
 
 @triton.jit
+def held_at(row, column):
+    """Where `as_held` puts an element."""
+    place = column // 8 * 512 + row // 16 * 128 + row % 8 * 16
+    return place + column % 8 // 2 * 4 + row // 8 % 2 * 2 + column % 2
+
+
+@triton.jit
 def finish_kernel(
     grad_q_ptr, sum_a_ptr, sum_p_ptr, stride_b, stride_h, stride_t, stride_d, H, T, tiles, scale,
     A: tl.constexpr, P: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the queries [B, H, T, A + P] from its two sums."""
+    """The gradient of the queries [B, H, T, A + P] from its two sums, tiles as `as_held` leaves them."""
     row = (tl.program_id(0) // tiles).to(tl.int64)
     m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     tile = tl.program_id(0).to(tl.int64) * BLOCK_M
     rows = tl.arange(0, BLOCK_M)[:, None]
     a = tl.arange(0, A)[None, :]
     p = tl.arange(0, P)[None, :]
-    by_a = tl.load(sum_a_ptr + tile * A + (rows + a * BLOCK_M if BLOCK_M < 64 else rows * A + a))
-    by_p = tl.load(sum_p_ptr + tile * P + (rows + p * BLOCK_M if BLOCK_M < 64 else rows * P + p))
+    by_a = tl.load(sum_a_ptr + tile * A + (held_at(a, rows) if BLOCK_M < 64 else held_at(rows, a)))
+    by_p = tl.load(sum_p_ptr + tile * P + (held_at(p, rows) if BLOCK_M < 64 else held_at(rows, p)))
     grad_q_ptr += row // H * stride_b + row % H * stride_h
     store_tile(grad_q_ptr, 0, m, T, stride_t, stride_d, by_a * scale, A, A)
     store_tile(grad_q_ptr, A, m, T, stride_t, stride_d, by_p * -scale, P, P)
@@ -369,12 +393,13 @@ def backward(
     tiles = padded // block_m
     turns = torch.zeros(1 + batch * heads * tiles, dtype=torch.int32, device=q.device)
     sums = [torch.empty(batch * heads * padded * w, dtype=torch.float32, device=q.device) for w in widths]
-    blocks = [(block_m, w) if block_m >= 64 else (w, block_m) for w in widths]
+    rows, columns = HELD.value
+    assert all(block_m * w == rows * columns for w in widths), "each part's gradient is a matrix of 64 x 32"
     key_tiles = triton.cdiv(keys, block_n)
     table = power_table(alpha, score.phase_unit(q), keys)
     joint_kernel[(key_tiles * batch * groups,)](
         grad_k, grad_k.stride(), grad_v, grad_v.stride(),
-        *(tiled(x.view(-1, block[1]), block) for x, block in zip(sums, blocks, strict=True)), turns,
+        *(tiled(x.view(-1, columns), (rows, columns)) for x in sums), turns,
         *(by_head(x, block_m) for x in q.split(widths, 3)), *(by_head(x, block_n) for x in k.split(widths, 3)),
         by_head(v, block_n), by_head(grad_out, block_m),
         *(tiled(x.view(-1, padded), (1, block_m)) for x in (lse2, delta)), table[BEFORE:],
@@ -405,9 +430,6 @@ def by_head(x: Tensor, rows: int) -> TensorDescriptor:
 
 
 def tiled(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A descriptor of float32 tiles of a matrix, rows in the order of the tensor cores unless there is but one."""
-    if block[0] == 1:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    else:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.float32)
+    """A descriptor of float32 tiles of a matrix, rows one after another."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), layout)
