@@ -38,6 +38,7 @@ from phasewise.kernels.tiles import UNSEEN, ceil_div, describe, launch
 GROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # keys of a group: the rows of one tensor core instruction
 HALVES = gl.constexpr(2)  # of the channels of queries and keys, each a tile that the tensor cores read whole
+SIDE_BY_SIDE = 32_768  # queries walked over at once, whose inputs and sums the second-level cache holds
 HELD = gl.constexpr(256)  # float32 sums side by side, as the copy engine takes them
 
 
@@ -374,7 +375,7 @@ def backward(
         *(laid_out(describe(x, 64, value_width)) for x in (v, dout)),
         *(tiled(x.view(-1, x.shape[2]), (1, 64)) for x in (lse2, delta)),
         TensorDescriptor(held, list(held.shape), list(held.stride()), [half // 4, HELD.value], plain),
-        dk, dk.stride(), dv, dv.stride(), turns, key_heads, length,
+        dk, dk.stride(), dv, dv.stride(), turns, key_heads, length, max(1, SIDE_BY_SIDE // length),
         scale=scale, scale_log2=scale * math.log2(math.e), GROUP=heads // key_heads, BY_CHANNELS=by_channels,
         num_warps=4, **meta,
     )  # fmt: skip
