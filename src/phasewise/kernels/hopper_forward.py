@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from phasewise.kernels.hardware import multiprocessors
+from phasewise.kernels.hopper_queries import bring
 from phasewise.kernels.hopper_stages import (
     RING,
     ROWS,
@@ -40,59 +41,11 @@ from phasewise.kernels.hopper_stages import (
     tile_in,
     tile_of_number,
 )
-from phasewise.kernels.prepare import expanded_like, magnitude, row_step, turn
-from phasewise.kernels.stored_hopper import await_group, buffers, exp2, laid_out
+from phasewise.kernels.prepare import expanded_like, row_step
+from phasewise.kernels.stored_hopper import buffers, exp2, laid_out
 from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe, launch
 
-EXPANDED = (
-    64,
-    128,
-)  # widths of queries that are expanded here: their halves lie side by side for tensor cores
 CACHE = 32 << 20  # bytes of keys and values that are meant to stay in the second-level cache
-
-
-@gluon.jit
-def fetch(
-    queries, at, tile, head, part, H, T, D,
-    PARTS: gl.constexpr, KIND: gl.constexpr, PHASE: gl.constexpr, LAYOUT: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """A group's queries of a tile as they are, and for PoPE their angles and the head's phases, on their way."""
-    q_ptr, q_strides, angle_ptr, angle_row, phase_ptr = queries
-    t = (tile * PARTS + part) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    c = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, LAYOUT))
-    inside = ((t < T) & (at >= 0))[:, None] & (c < D)[None, :]
-    b = (head // H).to(gl.int64)
-    h = head % H
-    q_at = q_ptr + b * q_strides[0] + h.to(gl.int64) * q_strides[1]
-    q = gl.load(q_at + t.to(gl.int64)[:, None] * q_strides[2] + c[None, :], inside, other=0.0)
-    angle = 0.0
-    phase = 0.0
-    if KIND != "none":
-        angle = gl.load(
-            angle_ptr + b * angle_row + t.to(gl.int64)[:, None] * D + c[None, :], inside, other=0.0
-        )
-        if PHASE:
-            phase = gl.load(phase_ptr + h * D + c, c < D, other=0.0)
-    return q, angle, phase
-
-
-@gluon.jit
-def put(tile, q, angle, phase, PHASE: gl.constexpr, KIND: gl.constexpr):
-    """Leaves queries, expanded where they are PoPE's, to the tensor cores."""
-    if KIND == "none":
-        tile.store(q)
-    else:
-        if PHASE:
-            angle = angle - phase[None, :]
-        cos, sin = turn(angle, True)
-        mu = q.to(gl.float32)
-        if KIND != "identity":
-            mu, _ = magnitude(mu, KIND, True)
-        half: gl.constexpr = q.shape[1]
-        tile.slice(0, half, 1).store((mu * cos).to(tile.dtype))
-        tile.slice(half, half, 1).store((mu * sin).to(tile.dtype))
-    fence_async_shared()
-    await_group()
 
 
 @gluon.jit
@@ -147,22 +100,25 @@ def operand(pairs, dtype: gl.constexpr, out_layout: gl.constexpr):
 
 @gluon.jit
 def begin(
-    part, at, tile, step, smem, signals, T, S, PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+    part, number, step, smem, signals, heads, tiles, together, T, S, PARTS: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """Begins the scores of a tile's first block of keys that any of the group's queries sees; the block's step.
+    """Begins the scores of the `number`th tile's first block of keys that any of the group's queries sees.
 
-    After the last tile (at -1), a product of what lies there.
+    Its number as drawn (-1 after the last, with a product of what lies there), tile, head, and the block's step.
     """
-    q_smem, k_smem, v_smem, _ = smem
-    _, turns, k_full, k_empty, v_full, v_empty = signals
+    q_smem, k_smem, v_smem, drawn = smem
+    known, turns, q_full, _, k_full, k_empty, v_full, v_empty = signals
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     K_STAGES: gl.constexpr = k_full.shape[0]
+    Q_STAGES: gl.constexpr = q_full.shape[0]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+    at = tile_of_number(drawn, known, number)
+    tile, head = place(gl.maximum(at, 0), tiles, heads, together)
     first = tile * (PARTS * ROWS)
     count = blocks_of(first + part * ROWS, ROWS, T, S, BLOCK_N, CAUSAL)
     whole = blocks_of(first, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
-    for _block in range(count, gl.where(at >= 0, whole, count)):
+    for _hidden in range(count, gl.where(at >= 0, whole, count)):
         await_turn(turns, part, step, True)
         pass_turn(turns, part, True)
         ready(k_smem, k_full, step)
@@ -170,21 +126,25 @@ def begin(
         ready(v_smem, v_full, step)
         release(v_empty, step)
         step += 1
+    item = number * PARTS + part
+    mbarrier.wait(q_full.index(item % Q_STAGES), item // Q_STAGES & 1, at >= 0)
     mbarrier.wait(k_full.index(step % K_STAGES), step // K_STAGES & 1, at >= 0)
+    q = tile_in(q_smem, item % Q_STAGES)
     k = tile_in(k_smem, step % K_STAGES)
     await_turn(turns, part, step, at >= 0)
-    scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     pass_turn(turns, part, at >= 0)
-    return step, scores
+    return at, tile, head, step, scores
 
 
 @gluon.jit
 def advance(
-    part, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, MASKED: gl.constexpr, CAUSAL: gl.constexpr
+    part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Adds the values of the keys after n by the pairs of their weights, and makes the weights of those from n on."""
-    q_smem, k_smem, v_smem, _ = smem
-    _, turns, k_full, k_empty, v_full, v_empty = signals
+    k_smem, v_smem = smem[1], smem[2]
+    turns, k_full, k_empty, v_full, v_empty = signals[1], signals[4], signals[5], signals[6], signals[7]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     dtype: gl.constexpr = k_smem.dtype
     out_layout: gl.constexpr = acc.type.layout
@@ -193,7 +153,7 @@ def advance(
     p = operand(pairs, dtype, out_layout)
     k = ready(k_smem, k_full, step)
     await_turn(turns, part, step, True)
-    scores = warpgroup_mma(q_smem.index(part), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     v = ready(v_smem, v_full, step - 1)
     acc = warpgroup_mma(p, v, acc, is_async=True)
     pass_turn(turns, part, True)
@@ -209,30 +169,43 @@ def advance(
 
 
 @gluon.jit
+def write(acc, top, total, t, out_ptr, out_strides, lse_ptr, head, H, T, D, dtype: gl.constexpr):
+    """Output and log-sum-exp of the queries t."""
+    out_layout: gl.constexpr = acc.type.layout
+    row: gl.constexpr = gl.SliceLayout(1, out_layout)
+    total = gl.convert_layout(gl.sum(total, 1), t.type.layout)
+    gl.store(lse_ptr + head.to(gl.int64) * T + t, top * LN2 + gl.log(total), t < T)
+    share = gl.convert_layout(1.0 / total, row)
+    t = gl.convert_layout(t, row)
+    d = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, out_layout))
+    out_ptr += (head // H).to(gl.int64) * out_strides[0] + (head % H).to(gl.int64) * out_strides[1]
+    out_at = out_ptr + t.to(gl.int64)[:, None] * out_strides[2] + d[None, :]
+    gl.store(out_at, (acc * share[:, None]).to(dtype), (t < T)[:, None] & (d < D)[None, :])
+
+
+@gluon.jit
 def attend(
-    part, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D, scale_log2,
-    PARTS: gl.constexpr, CAUSAL: gl.constexpr, KIND: gl.constexpr, PHASE: gl.constexpr, RAW: gl.constexpr,
-    BLOCK_E: gl.constexpr,
+    part, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
+    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 queries of every tile that is drawn."""
-    q_smem, k_smem, v_smem, drawn = smem
-    known, k_empty, v_full, v_empty = signals[0], signals[3], signals[4], signals[5]
+    q_smem, k_smem, v_smem = smem[0], smem[1], smem[2]
+    q_empty, k_empty, v_full, v_empty = signals[3], signals[5], signals[6], signals[7]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = v_smem.shape[4]
+    Q_STAGES: gl.constexpr = q_empty.shape[0]
     dtype: gl.constexpr = q_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
-    out_row: gl.constexpr = gl.SliceLayout(1, out_layout)
-    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, out_layout))
-    number = 0
-    at = tile_of_number(drawn, known, number)
-    tile, head = place(at, tiles, heads, together)
-    q, angle, phase = fetch(queries, at, tile, head, part, H, T, E, PARTS, KIND, PHASE, RAW, BLOCK_E)
-    put(q_smem.index(part), q, angle, phase, PHASE, KIND)
-    step, scores = begin(part, at, tile, gl.to_tensor(0), smem, signals, T, S, PARTS, CAUSAL)
+    number = gl.to_tensor(0)
+    at, tile, head, step, scores = begin(
+        part, number, gl.to_tensor(0), smem, signals, heads, tiles, together, T, S, PARTS, CAUSAL
+    )
     scores = warpgroup_mma_wait(0, deps=[scores])
     while at >= 0:
+        item = number * PARTS + part
+        q = tile_in(q_smem, item % Q_STAGES)
         m = (tile * PARTS + part) * ROWS
         t = m + gl.arange(0, ROWS, layout=row)
         i = t + (S - T)
@@ -248,121 +221,115 @@ def attend(
         total = summed(weights)
         pairs = packed(weights, dtype)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, out_layout)
-        for _ in range(gl.minimum(seen_by_all, count - 1), count - 1):
+        for _block in range(gl.minimum(seen_by_all, count - 1), count - 1):
             n -= BLOCK_N
             step += 1
             acc, pairs, top, total = advance(
-                part, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, True, CAUSAL
+                part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, True, CAUSAL
             )  # fmt: skip
-        for _ in range(0, gl.minimum(seen_by_all, count - 1)):
+        for _block in range(0, gl.minimum(seen_by_all, count - 1)):
             n -= BLOCK_N
             step += 1
             acc, pairs, top, total = advance(
-                part, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
+                part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
             )  # fmt: skip
-        number += 1
-        lse_at = lse_ptr + head.to(gl.int64) * T
-        out_at = (
-            out_ptr + (head // H).to(gl.int64) * out_strides[0] + (head % H).to(gl.int64) * out_strides[1]
-        )
-        at = tile_of_number(drawn, known, number)
-        tile, head = place(gl.maximum(at, 0), tiles, heads, together)
-        q, angle, phase = fetch(queries, at, tile, head, part, H, T, E, PARTS, KIND, PHASE, RAW, BLOCK_E)
+        release(q_empty, item)
         p = operand(pairs, dtype, out_layout)
         v = ready(v_smem, v_full, step)
         acc = warpgroup_mma(p, v, acc, is_async=True)
-        put(q_smem.index(part), q, angle, phase, PHASE, KIND)
         last = step
-        step, scores = begin(part, at, tile, step + 1, smem, signals, T, S, PARTS, CAUSAL)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        release(v_empty, last)
-        total = gl.convert_layout(gl.sum(total, 1), row)
-        gl.store(lse_at + t, top * LN2 + gl.log(total), t < T)
-        share = gl.convert_layout(1.0 / total, out_row)
-        t = gl.convert_layout(t, out_row)
-        out_at += t.to(gl.int64)[:, None] * out_strides[2] + d[None, :]
-        gl.store(out_at, (acc * share[:, None]).to(dtype), (t < T)[:, None] & (d < D)[None, :])
+        of = head
+        number += 1
+        if Q_STAGES > PARTS:
+            at, tile, head, step, scores = begin(
+                part, number, step + 1, smem, signals, heads, tiles, together, T, S, PARTS, CAUSAL
+            )
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            release(v_empty, last)
+            write(acc, top, total, t, out_ptr, out_strides, lse_ptr, of, H, T, D, dtype)
+        else:
+            # The next queries are on their way to where these lie.
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            release(v_empty, last)
+            write(acc, top, total, t, out_ptr, out_strides, lse_ptr, of, H, T, D, dtype)
+            at, tile, head, step, scores = begin(
+                part, number, step + 1, smem, signals, heads, tiles, together, T, S, PARTS, CAUSAL
+            )
         scores = warpgroup_mma_wait(0, deps=[scores])
-
-
-@gluon.constexpr_function
-def by_vectors(width):
-    """A layout of 64 rows in which a thread has 8 channels side by side."""
-    return gl.BlockedLayout([1, 8], [32 * 8 // width, width // 8], [4, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def for_products(width):
-    """The layout in shared memory of 64 rows that tensor cores read."""
-    return gl.NVMMASharedLayout.get_default_for([64, width], gl.float16)
 
 
 @gluon.jit(do_not_specialize=("H", "GROUP", "heads", "tiles", "together", "T", "S"))
 def forward_kernel(
-    q_ptr, q_strides, angle_ptr, angle_row, phase_ptr, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr,
-    H, GROUP, heads, tiles, together, T, S, E, D, scale_log2,
-    BLOCK_E: gl.constexpr, KIND: gl.constexpr, CAUSAL: gl.constexpr,
-    PARTS: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr,
+    q_ptr, q_strides, angle_ptr, angle_row, phase_ptr, C, own_ptr,
+    H, GROUP, heads, tiles, together, T, S, D, scale_log2,
+    KIND: gl.constexpr, C_BLOCK: gl.constexpr, CAUSAL: gl.constexpr,
+    PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero.
 
-    KIND: "none", or PoPE's magnitude of queries that are not expanded yet; E is their width, in memory BLOCK_E.
+    q_desc: the queries, or with PoPE's magnitude as KIND memory for a tile of each program, that of own_ptr, where
+    those of q_ptr [B, H, T, C] are expanded.
     """
-    BLOCK_K: gl.constexpr = k_desc.block_shape[3]
-    RAW: gl.constexpr = by_vectors(BLOCK_E)
     PHASE: gl.constexpr = phase_ptr is not None
-    q_layout: gl.constexpr = for_products(BLOCK_K)
     smem = (
-        gl.allocate_shared_memory(k_desc.dtype, [PARTS, ROWS, BLOCK_K], q_layout),
+        buffers(Q_STAGES, q_desc),
         buffers(K_STAGES, k_desc),
         buffers(V_STAGES, v_desc),
         gl.allocate_shared_memory(gl.int32, [RING, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     signals = (
-        barriers(RING, 1), barriers(PARTS, 1), barriers(K_STAGES, 1), barriers(K_STAGES, PARTS), barriers(V_STAGES, 1),
-        barriers(V_STAGES, PARTS),
+        barriers(RING, 1), barriers(PARTS, 1), barriers(Q_STAGES, 1), barriers(Q_STAGES, 1),
+        barriers(K_STAGES, 1), barriers(K_STAGES, PARTS), barriers(V_STAGES, 1), barriers(V_STAGES, PARTS),
     )  # fmt: skip
     fence_async_shared()
-    queries = (q_ptr, q_strides, angle_ptr, angle_row, phase_ptr)
+    queries = (q_ptr, q_strides, angle_ptr, angle_row, phase_ptr, C, own_ptr)
     if PARTS == 2:
         gl.warp_specialize(
             [
                 (attend, (
-                    0, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
-                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
+                    0, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
+                    PARTS, CAUSAL,
                 )),
                 (attend, (
-                    1, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
-                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
+                    1, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
+                    PARTS, CAUSAL,
                 )),
                 (load, (
                     k_desc, v_desc, smem, signals, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
                 )),
+                (bring, (
+                    q_desc, queries, smem, signals, H, heads, tiles, together, T, PARTS, C_BLOCK, KIND, PHASE,
+                )),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 1, 2],
+            [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (attend, (
-                    0, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
-                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
+                    0, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
+                    PARTS, CAUSAL,
                 )),
                 (attend, (
-                    1, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
-                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
+                    1, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
+                    PARTS, CAUSAL,
                 )),
                 (attend, (
-                    2, queries, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, E, D,
-                    scale_log2, PARTS, CAUSAL, KIND, PHASE, RAW, BLOCK_E,
+                    2, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
+                    PARTS, CAUSAL,
                 )),
                 (load, (
                     k_desc, v_desc, smem, signals, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
                 )),
+                (bring, (
+                    q_desc, queries, smem, signals, H, heads, tiles, together, T, PARTS, C_BLOCK, KIND, PHASE,
+                )),
             ],
-            [4, 4, 1],
-            [160, 160, 32],
+            [4, 4, 1, 2],
+            [REGISTERS, REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
         )  # fmt: skip
 
 
@@ -375,23 +342,29 @@ def forward(
     q is `[B, H, T, E]`, k `[B, H / group, S, E]`, v `[B, H / group, S, D]`, T up to S, any strides. With a kind, PoPE's
     magnitude, queries are not expanded yet, `[B, H, T, E / 2]`, and come with their angles and perhaps phases.
     """
-    q = q if q.stride(3) == 1 else q.contiguous()
-    rows, heads, queries, width = q.shape
-    keys, value_width = k.shape[2], v.shape[3]
+    rows, heads, queries, _ = q.shape
+    keys, width, value_width = k.shape[2], k.shape[3], v.shape[3]
+    meta = launch("separable.hopper.forward", q, qk=width, v=value_width, length=keys)
+    block_e, block_n, tile = block_width(width), meta.pop("BLOCK_N"), 64 * meta["PARTS"]
+    tiles, group = ceil_div(queries, tile), heads // k.shape[1]
+    programs = min(multiprocessors(q.device), tiles * rows * heads)
     out = expanded_like(q, value_width)
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
-    meta = launch("separable.hopper.forward", q, qk=k.shape[3], v=value_width, length=keys)
-    block_n, block_e, block_d = meta["BLOCK_N"], block_width(width), block_width(value_width)
-    group = heads // k.shape[1]
-    tiles = ceil_div(queries, 64 * meta["PARTS"])
-    together = max(1, CACHE // (keys * (k.shape[3] + value_width) * q.element_size())) * group
-    programs = min(multiprocessors(q.device), tiles * rows * heads)
-    descriptors = describe(k, block_n, block_width(k.shape[3])), describe(v, block_n, block_d)
+    raw = (None, None, None, 0, None, 0, None)
+    if angle is not None:
+        q = q if q.stride(3) == 1 else q.contiguous()
+        own = q.new_empty(1, programs, tile, width)
+        raw = (q, q.stride(), angle, row_step(angle), phase, width // 2, own)
+        q = own
+    descriptors = (
+        describe(q, 64, block_e),
+        describe(k, block_n, block_e),
+        describe(v, block_n, block_width(value_width)),
+    )
     forward_kernel[(programs,)](
-        q, q.stride(), angle, 0 if angle is None else row_step(angle), phase, *map(laid_out, descriptors),
-        out, out.stride(), lse, torch.zeros(1, dtype=torch.int32, device=q.device),
-        heads, group, rows * heads, tiles, together, queries, keys, width, value_width, scale * math.log2(math.e),
-        BLOCK_E=block_e, KIND=kind, CAUSAL=causal,
-        **{name: value for name, value in meta.items() if name != "BLOCK_N"}, num_warps=4,
+        *map(laid_out, descriptors), out, out.stride(), lse, torch.zeros(1, dtype=torch.int32, device=q.device), *raw,
+        heads, group, rows * heads, tiles, max(1, CACHE // (keys * (width + value_width) * q.element_size())) * group,
+        queries, keys, value_width, scale * math.log2(math.e),
+        KIND=kind, C_BLOCK=block_e // 2, CAUSAL=causal, num_warps=4, **meta,
     )  # fmt: skip
     return out, lse

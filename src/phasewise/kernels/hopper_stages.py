@@ -78,8 +78,8 @@ def load(
     PARTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Draws tiles, and copies their keys and values, the last ones first, as soon as there is room."""
-    _, k_smem, v_smem, drawn = smem
-    known, _, k_full, k_empty, v_full, v_empty = signals
+    k_smem, v_smem, drawn = smem[1], smem[2], smem[3]
+    known, k_full, k_empty, v_full, v_empty = signals[0], signals[4], signals[5], signals[6], signals[7]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     total = tiles * heads
     at = gl.program_id(0)
@@ -96,7 +96,7 @@ def load(
         at = gl.num_programs(0) + gl.atomic_add(draw_ptr, 1, sem="relaxed")
         number += 1
         announce(drawn, known, number, gl.where(at < total, at, -1))
-        for _block in range(1, count):
+        for _ in range(1, count):
             copy_in(k_desc, [b, h, n - BLOCK_N, 0], k_smem, k_full, k_empty, step + 1)
             copy_in(v_desc, [b, h, n, 0], v_smem, v_full, v_empty, step)
             n -= BLOCK_N
@@ -108,7 +108,7 @@ def load(
 @gluon.jit
 def tile_of_number(drawn, known, number):
     """The `number`th tile; -1 after the last."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(known.index(number % RING), number // RING & 1)
     return gl.max(drawn.index(number % RING).load(one), 0)
 

@@ -127,10 +127,8 @@ def _hopper_forward(
     if preparation == "rope":
         rotated = prepare.rotate(q, k, q_angle, k_angle, factor)
         return *hopper_forward.forward(*rotated, v, **view), *rotated
-    if q.shape[3] in hopper_forward.EXPANDED:
-        expanded = prepare.polar_keys(k, k_angle, preparation)
-        return hopper_forward.forward(q, expanded, v, kind=preparation, angle=q_angle, phase=phase, **view)
-    return hopper_forward.forward(*prepare.polar(q, k, q_angle, k_angle, phase, preparation), v, **view)
+    expanded = prepare.polar_keys(k, k_angle, preparation)
+    return hopper_forward.forward(q, expanded, v, kind=preparation, angle=q_angle, phase=phase, **view)
 
 
 def _placewise(x: Tensor) -> Tensor:
@@ -189,8 +187,8 @@ def separable_backward(
     if chosen == "joint":
         return _joint_backward(*given, scale=scale)
     if chosen == "stored":
-        # What PoPE may take is bounded by RoPE's memory, whose backward holds float32 sums with flash-attn-4.
-        return _stored_backward(*given, limit=(2 if body == "flash" else 1) * (q.numel() + k.numel()), **view)
+        # A quarter above RoPE's memory, whose backward holds float32 sums of all heads with flash-attn-4, else of half.
+        return _stored_backward(*given, at_once=3.0 if body == "flash" else 2.25, **view)
     view |= {"window": window, "places": Places.of(q, k, *positions), "slopes": slopes}
     if polar:
         return _polar_backward(*given[:-1], **view)
@@ -311,16 +309,17 @@ def _joint_backward(
 def _stored_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
-    preparation: str, factor: float, *, limit: int, scale: float, causal: bool,
+    preparation: str, factor: float, *, at_once: float, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from phasewise.kernels import body as own
     from phasewise.kernels import prepare, stored
 
     dq, dk, dv = (_placewise(x) for x in (q, k, v))
     statistics = own.row_statistics(out, dout, lse, dlse)
-    group = q.shape[1] // k.shape[1]
+    elements, group = q.numel() + k.numel(), q.shape[1] // k.shape[1]
+    wide = 0 if q_angle is None or preparation == "rope" else 2
     sums = None if phase is None else prepare.phase_sums(q, stored.side(q, 2 * q.shape[3], v))
-    for rows, keys in stored.pieces(q, k, limit=limit, causal=causal):
+    for rows, keys in stored.pieces(q, k, wide=wide, limit=int(at_once * elements), causal=causal):
         heads = slice(keys.start * group, keys.stop * group)
         q2, k2, some_v = q[rows, heads], k[rows, keys], v[rows, keys]
         some = (x[rows, heads] for x in (dout, *statistics))
@@ -333,7 +332,9 @@ def _stored_backward(
             )
             polar = stored.Polar(preparation, q2, k2, *turned, sums if sums is None else sums[rows, :, heads])
             q2, k2 = prepare.polar(q2, k2, *turned, preparation)
-        stored.backward(q2, k2, some_v, *some, into, polar=polar, limit=limit, scale=scale, causal=causal)
+        stored.backward(
+            q2, k2, some_v, *some, into, polar=polar, limit=2 * elements, scale=scale, causal=causal
+        )
     if q_angle is not None and k_angle is not None and preparation == "rope":
         prepare.rotate(dq, dk, q_angle, k_angle, factor, back=True, into=(dq, dk))
     return dq, dk, dv, _phase_gradient(sums, q)

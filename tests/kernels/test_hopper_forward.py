@@ -1,0 +1,83 @@
+"""Our own forward for compute capability 9.0, held to the definition wherever it may be chosen."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+from phasewise.kernels import table
+from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of
+
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
+HALF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def chosen(monkeypatch):
+    """It is taken for every length, width and dtype."""
+    choose = table.chosen
+
+    def always(kernel, *call):
+        return {"body": "hopper"} if kernel == "separable.triton.forward" else choose(kernel, *call)
+
+    monkeypatch.setattr(table, "chosen", always)
+
+
+def cases() -> Iterator[Case]:
+    for length in (1, 2, 15, 63, 64, 65, 111, 129, 191, 217, 1023, 1025, 2049):
+        for width in (64, 128):
+            yield Case(length, length, width=width, v_width=width, preparation="softplus", dtype=HALF)
+        yield Case(
+            length, length, width=64, v_width=64, preparation="rope", dtype=torch.float16, causal=False
+        )
+    for queries, keys in ((1, 1025), (63, 217), (111, 1023), (192, 640), (1024, 1088)):
+        for group in (1, 4):
+            yield Case(queries, keys, width=128, v_width=128, heads=4, group=group, rows=2, preparation="softplus",
+                       dtype=HALF)  # fmt: skip
+        yield Case(queries, keys, width=64, v_width=64, heads=4, group=2, rows=3, dtype=torch.float16)
+        yield Case(queries, keys, width=64, v_width=64, preparation="softplus", dtype=HALF, causal=False)
+    for width, v_width in ((16, 16), (24, 40), (80, 80), (96, 64), (128, 64), (120, 104), (64, 128)):
+        for preparation in ("none", "softplus"):
+            yield Case(217, 217, width=width, v_width=v_width, preparation=preparation, dtype=HALF)
+    yield Case(217, 217, width=256, v_width=128, dtype=HALF)
+    for magnitude in ("relu", "identity"):
+        yield Case(217, 217, width=64, v_width=64, preparation=magnitude, dtype=HALF)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_outputs_and_gradients_are_within_twice_the_eager_error_where_memory_is_nan(case):
+    holds(case)
+
+
+@pytest.mark.parametrize("preparation", ["none", "rope", "softplus"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_more_tiles_than_programs_repeat_their_bits(width, preparation):
+    case = Case(1100, 1100, width=width, v_width=width, heads=48, rows=2, preparation=preparation, dtype=HALF)
+    inputs = inputs_of(case)
+    first, *others = (fused(case, inputs) for _ in range(3))
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_queries_expanded_as_they_come_have_the_bits_of_prepared_ones():
+    from phasewise.kernels import prepare, separable
+
+    case = Case(700, 1025, width=64, v_width=64, heads=4, rows=2, preparation="softplus", dtype=HALF)
+    inputs = inputs_of(case)
+    q, k, v, phase = inputs.tensors.values()
+    assert inputs.angles is not None
+    made = prepare.polar(q, k, *(x.contiguous() for x in inputs.angles), phase, "softplus")
+    inside, before = fused(case, inputs), separable.attend(*made, v, scale=64**-0.5, causal=True, window=None)
+    assert torch.equal(inside["out"], before[0])
+    assert torch.equal(inside["lse"], before[1])
+
+
+def test_strided_and_offset_inputs_are_read_as_they_are():
+    from phasewise.kernels import separable
+
+    wide = torch.randn(2, 300, 3, 8, 80, device="cuda", dtype=HALF)
+    q, k, v = (wide[:, :, part, :, 5:69].transpose(1, 2) for part in range(3))
+    strided, _ = separable.attend(q, k, v, scale=0.125, causal=True, window=None)
+    dense, _ = separable.attend(*(x.contiguous() for x in (q, k, v)), scale=0.125, causal=True, window=None)
+    assert torch.equal(strided, dense)
