@@ -276,13 +276,15 @@ def side(q: Tensor, width: int, v: Tensor) -> int:
     return launch("separable.score_grad", q, qk=width, v=v.shape[3], length=q.shape[2])["SIDE"]
 
 
-def pieces(q: Tensor, k: Tensor, *, limit: int, causal: bool) -> list[tuple[slice, slice]]:
-    """Rows and key heads to work on together: as many as see about `limit` pairs of a query and a key.
+def pieces(q: Tensor, k: Tensor, *, wide: int, limit: int, causal: bool) -> list[tuple[slice, slice]]:
+    """Rows and key heads to work on together: as many as `limit` elements of score gradients and of what is wide serve,
+    which are `wide` times as many as q and k have.
 
     They are whole rows, or heads of one row; at least two heads, as one leaves processors idle.
     """
     rows, key_heads = k.shape[:2]
-    at_once = max(min(2, key_heads), limit // _pairs(q, k, causal))
+    expanded = wide * (q.numel() + k.numel()) // (rows * key_heads)
+    at_once = max(min(2, key_heads), limit // (_pairs(q, k, causal) + expanded))
     if at_once >= key_heads:
         step = ceil_div(rows, ceil_div(rows, at_once // key_heads))
         return [(slice(row, min(row + step, rows)), slice(0, key_heads)) for row in range(0, rows, step)]
