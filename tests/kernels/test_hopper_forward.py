@@ -65,10 +65,14 @@ def test_queries_expanded_as_they_come_have_the_bits_of_prepared_ones():
 
     case = Case(700, 1025, width=64, v_width=64, heads=4, rows=2, preparation="softplus", dtype=HALF)
     inputs = inputs_of(case)
-    q, k, v, phase = inputs.tensors.values()
+    q, k, v = (inputs.tensors[name] for name in "qkv")
     assert inputs.angles is not None
-    made = prepare.polar(q, k, *(x.contiguous() for x in inputs.angles), phase, "softplus")
-    inside, before = fused(case, inputs), separable.attend(*made, v, scale=64**-0.5, causal=True, window=None)
+    q_angle, k_angle = (angle.contiguous() for angle in inputs.angles)
+    q2, k2 = prepare.polar(q, k, q_angle, k_angle, inputs.tensors["phase"], "softplus")
+    inside, before = (
+        fused(case, inputs),
+        separable.attend(q2, k2, v, scale=64**-0.5, causal=True, window=None),
+    )
     assert torch.equal(inside["out"], before[0])
     assert torch.equal(inside["lse"], before[1])
 
