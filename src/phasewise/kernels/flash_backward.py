@@ -18,7 +18,7 @@ from phasewise.kernels.prepare import Sums, finish_rotated, rotate
 from phasewise.kernels.tiles import power_of_two
 
 HOPPER = 90
-CACHE = 50 * 2**20  # bytes of the second-level cache, as flash-attn-4 has it
+LONG = 200 * 2**20  # bytes of a head, four times the second-level cache, from which waves of tiles gain time
 
 
 class Backward(NamedTuple):
@@ -64,8 +64,8 @@ def _turns(kind: Kind, n: int) -> bool:
 
 
 def _is_long(kind: Kind, queries: int) -> bool:
-    """Whether one head's queries, output gradients and sums of dq are more than the cache holds."""
-    return kind.row_ends and queries * (2 * (kind.width + kind.v_width) + 4 * kind.width) > CACHE
+    """Whether one head's queries, output gradients and sums of dq are far more than the cache holds."""
+    return kind.row_ends and queries * (2 * (kind.width + kind.v_width) + 4 * kind.width) > LONG
 
 
 @functools.cache
