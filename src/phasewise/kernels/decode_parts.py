@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phasewise.kernels.hardware import multiprocessors as multiprocessors
 from phasewise.kernels.prepare import expanded_like, magnitude, turn
 from phasewise.kernels.tiles import EMPTY, block_width, ceil_div
 
