@@ -118,6 +118,32 @@ def test_a_choice_is_written_for_this_device_by_lengths_and_tuning_goes_on_where
     assert set(asked) == {another.name}
 
 
+def test_the_fastest_few_meet_the_present_row_and_a_stage_knows_what_the_one_before_wrote(
+    monkeypatch, copied, tmp_path
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    given = []
+
+    def told(work, tasks, **_):
+        while tasks:
+            task = tasks.popleft()
+            given.append(task)
+            yield task, {4096: [float(meta["num_warps"]) for meta in task.metas]}
+
+    monkeypatch.setattr(tune, "outcomes", told)
+    tried = tuple({"num_warps": n} for n in (7, 6, 5, 3, 2, 1, 8))
+    tiles = Subject("tapa.forward", 64, 64, (4096,), lambda _: Trial(tuple, tuple), tried)
+    again = replace(tiles, settings=({"num_warps": 3},))
+    (written, _) = tune.tune(
+        lambda: [[tiles], [again]], tmp_path / "tune.json"
+    )
+    assert written["meta"]["num_warps"] == 1
+    finals = [[meta["num_warps"] for meta in task.metas] for task in given if task.final]
+    assert finals == [[4, 1, 2, 3], [1, 3]]
+    assert len(given) == 8 + 2
+
+
 def test_a_row_on_trial_wins_over_tighter_ones_and_leaves_the_table_as_it_was(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "cpu")
     x = torch.zeros(1, dtype=torch.bfloat16)

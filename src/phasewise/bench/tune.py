@@ -160,8 +160,8 @@ def tune(stages: Stages, journal: Path, *, only: Sequence[str] = ("",)) -> list[
     """Time the candidates of every subject on this GPU; write the rows that beat the table by 2 %.
 
     stages: subjects, those of a stage to be decided before those of the next. only: subjects whose name holds one of
-    these. journal: a record of all that was measured, subject by subject. What it has of this device and these
-    versions is not measured again: so tuning goes on where it was interrupted.
+    these. journal: a record of all that was measured, subject by subject. Where it was interrupted on this device, with
+    these versions and at this commit, tuning goes on.
 
     Returns the rows written, of this device alone; each family of rows is written whole, when it is decided. Raises
     ValueError without a CUDA device.
@@ -169,54 +169,86 @@ def tune(stages: Stages, journal: Path, *, only: Sequence[str] = ("",)) -> list[
     if not torch.cuda.is_available():
         raise ValueError("tuning measures a CUDA device and there is none")
     decided = Decided.resumed(journal)
+
+    def wanted(subject: Subject) -> bool:
+        return subject.name not in decided.values and any(part in subject.name for part in only)
+
     with tempfile.TemporaryDirectory() as folder:
         work = Work(stages, os.path.join(folder, "turn"))
-        for number, stage in enumerate(stages()):
-            subjects = [
-                s for s in stage if any(part in s.name for part in only) and s.name not in decided.values
-            ]
-            for subject, metas, results in measured(work, number, subjects):
-                decided.add(subject, metas, results)
+        for subject, metas, results in measured(work, [list(filter(wanted, stage)) for stage in stages()]):
+            decided.add(subject, metas, results)
     decided.keep(complete=True)
     return decided.rows
 
 
+@dataclass
+class Screening:
+    """A subject whose candidates are being timed, one a task, or all in turns when they are few."""
+
+    stage: int
+    subject: Subject
+    first: list[Meta]
+    metas: list[Meta]
+    left: int = 0
+    times: list[tuple[float, Meta]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, stage: int, subject: Subject) -> "Screening":
+        first = [present(subject, length) for length in subject.lengths]
+        return cls(stage, subject, first, unique([*first, *subject.candidates(first[0])]))
+
+    def tasks(self) -> Iterator[Task]:
+        if len(self.metas) <= FEW:
+            yield Task(self.stage, self.subject.name, tuple(self.metas), True)
+            return
+        self.left = len(self.metas)
+        for meta in self.metas:
+            yield Task(self.stage, self.subject.name, (meta,), False)
+
+    def take(self, meta: Meta, found: Results) -> Iterator[Task]:
+        """A candidate's times; the last one's bring the task of the finalists."""
+        results = [result for (result,) in found.values()]
+        timed = [x for x in results if isinstance(x, float)]
+        if len(timed) == len(results):
+            self.times.append((sum(timed), meta))
+        for wrong in (x for x in results if isinstance(x, Refused) and x.wrong):
+            print(f"{self.subject.name} {meta}: {wrong.reason}", flush=True)
+        self.left -= 1
+        if self.left == 0:
+            fastest = [meta for _, meta in sorted(self.times, key=lambda x: x[0])[:FINALISTS]]
+            yield Task(self.stage, self.subject.name, tuple(unique([*self.first, *fastest])), True)
+
+
 def measured(
-    work: Work, stage: int, subjects: Sequence[Subject]
+    work: Work, stages: Sequence[Sequence[Subject]]
 ) -> Iterator[tuple[Subject, list[Meta], Results]]:
     """Each subject with its finalists, the present rows first, and their times at each length."""
-    named = {subject.name: subject for subject in subjects}
-    first = {s.name: [present(s, length) for length in s.lengths] for s in subjects}
-    screened: dict[str, list[tuple[float, Meta]]] = {name: [] for name in named}
-    left: dict[str, int] = {}
     tasks: deque[Task] = deque()
-    for subject in subjects:
-        metas = unique([*first[subject.name], *subject.candidates(first[subject.name][0])])
-        if len(metas) == 1:
-            continue
-        few = len(metas) <= FEW
-        groups = [tuple(metas)] if few else [(meta,) for meta in metas]
-        left[subject.name] = len(groups)
-        tasks += [Task(stage, subject.name, group, few) for group in groups]
+    waiting = deque(enumerate(stages))
+    screened: dict[str, Screening] = {}
+
+    def begin() -> None:
+        """The next stage, when the one before is decided, of what there is a choice for."""
+        while not screened and waiting:
+            number, subjects = waiting.popleft()
+            for screening in (Screening.of(number, subject) for subject in subjects):
+                if len(screening.metas) > 1:
+                    screened[screening.subject.name] = screening
+                    tasks.extend(screening.tasks())
+
+    begin()
     processes = min(MOST_PROCESSES, os.cpu_count() or 1)
     for task, found in outcomes(work, tasks, processes=processes, seconds=PATIENCE):
-        subject = named[task.subject]
+        screening = screened[task.subject]
         if isinstance(found, Lost):
-            print(f"{subject.name} {task.metas}: {found.reason}", flush=True)
-            found = {length: [Refused(found.reason)] * len(task.metas) for length in subject.lengths}
+            print(f"{task.subject} {task.metas}: {found.reason}", flush=True)
+            found = {n: [Refused(found.reason)] * len(task.metas) for n in screening.subject.lengths}
         if task.final:
-            yield subject, list(task.metas), found
-            continue
-        for at, meta in enumerate(task.metas):
-            times = [results[at] for results in found.values()]
-            if all(isinstance(x, float) for x in times):
-                screened[subject.name].append((sum(x for x in times if isinstance(x, float)), meta))
-            elif wrong := next((x for x in times if isinstance(x, Refused) and x.wrong), None):
-                print(f"{subject.name} {meta}: {wrong.reason}", flush=True)
-        left[subject.name] -= 1
-        if left[subject.name] == 0:
-            fastest = [meta for _, meta in sorted(screened[subject.name], key=lambda x: x[0])[:FINALISTS]]
-            tasks.appendleft(Task(stage, subject.name, tuple(unique([*first[subject.name], *fastest])), True))
+            yield screening.subject, list(task.metas), found
+            del screened[task.subject]
+            begin()
+        else:
+            tasks.extendleft(screening.take(task.metas[0], found))
 
 
 def unique(metas: Sequence[Meta]) -> list[Meta]:
