@@ -1,11 +1,10 @@
 """The backward in one pass for compute capability 9.0: each score is made once and gives all three gradients.
 
 Letters as in `body`. A program owns 128 keys, 64 of them for each of two groups of warps, and walks over the queries
-that see them, the last first. Score gradients of a step go to shared memory; in the next step each group makes half
-of the channels of the queries' gradient from both groups' ds, so that the groups may be a step apart and one makes p
-and ds while the tensor cores work for the other. One warp loads ahead, two add up the queries' gradient in an order
-that never varies: that of the keys. A program takes its keys by ticket, first keys first, so whoever is waited for
-has begun.
+that see them. Score gradients of a step go to shared memory; in the next step each group makes half of the channels
+of the queries' gradient from both groups' ds, so that the groups may be most of a step apart and one makes p and ds
+while the tensor cores work for the other. One warp loads ahead, two add up the queries' gradient in an order that
+never varies, later keys first (tapa_turns.py): neighbours walk two steps apart, about what a turn takes.
 
 For as many queries as keys, causal, without window, positions or slopes, in half precision. It has no interpreter;
 `body.backward` states the same.
@@ -32,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phasewise.kernels.stored_hopper import await_group, exp2, laid_out
 from phasewise.kernels.tapa_joint import tiled, unknown_zero
-from phasewise.kernels.tapa_turns import await_turn, begin_adding, end_turn, work_of
+from phasewise.kernels.tapa_turns import await_turn, begin_adding, end_turn, queries_of, turn_of, work_of
 from phasewise.kernels.tiles import UNSEEN, ceil_div, describe, launch
 
 GROUPS = gl.constexpr(2)
@@ -52,9 +51,9 @@ def tile_in(buffer, stage):
 
 @gluon.jit
 def queries_at(step, low, count, BLOCK_M: gl.constexpr):
-    """Member of the group of query heads and first query of a step: the last of `count` tiles from `low` on first."""
+    """Member of the group of query heads and first query of a step: `count` tiles from `low` on for each member."""
     member = step // count
-    return member, low + (count - 1 - (step - member * count)) * BLOCK_M
+    return member, low + (step - member * count) * BLOCK_M
 
 
 @gluon.jit
@@ -94,25 +93,26 @@ def load(
 
 @gluon.jit
 def add_queries(
-    sum_desc, turn_ptr, grads, ready, free, first_tile, tiles, tile, low, count, BLOCK_M: gl.constexpr,
-    GROUP: gl.constexpr, PARITY: gl.constexpr,
+    sum_desc, turn_ptr, grads, ready, free, first_tile, tiles, tile, low, count, T,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, PARITY: gl.constexpr,
 ):  # fmt: skip
-    """Adds what every other step gives to dq to what the programs of the keys before have added."""
+    """Adds what every other step gives to dq to what the programs of later keys have added."""
     SUM_ROWS: gl.constexpr = sum_desc.block_shape[0]
     for step in range(PARITY, GROUP * count, 2):
         member, m = queries_at(step, low, count, BLOCK_M)
         at = first_tile + member * tiles + m // BLOCK_M
+        turn = turn_of(tile, m, T, T, BLOCK_M, BLOCK_N)
         mbarrier.wait(ready.index(PARITY), step // 2 & 1)
-        await_turn(turn_ptr + at, tile)
+        await_turn(turn_ptr + at, turn)
         for half in gl.static_range(HALVES):
             place = [(HALVES * at + half) * SUM_ROWS, 0]
-            if tile == 0:
+            if turn == 0:
                 tma.async_copy_shared_to_global(sum_desc, place, grads.index(HALVES * PARITY + half))
             else:
                 begin_adding(sum_desc, place, grads.index(HALVES * PARITY + half))
         tma.store_wait(0)
         mbarrier.arrive(free.index(PARITY))
-        end_turn(turn_ptr + at, tile + 1)
+        end_turn(turn_ptr + at, turn + 1)
 
 
 @gluon.jit
@@ -163,7 +163,7 @@ def as_held(x):
 @gluon.jit
 def gradients(
     group: gl.constexpr, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, grads, keys_ready, full, empty, stored,
-    ready, free, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2,
+    ready, free, first_in, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2,
     GROUP: gl.constexpr, AHEAD: gl.constexpr, BY_CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and half of the channels of what all keys of the program add to dq."""
@@ -222,6 +222,8 @@ def gradients(
         if AHEAD:
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=step > 0)
         mbarrier.wait(stored.index(other), ((step + 1) // 2 + 1) & 1)
+        if AHEAD:
+            mbarrier.wait(first_in.index(group), (step + 1 + group) & 1)
         dq = begin_queries(group, step - 1, k_smem, ds_smem, BY_CHANNELS)
         ds_half = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2))
         dk_first = warpgroup_mma(ds_half, tile_in(q_smem, HALVES * stage), dk_first, is_async=True)
@@ -241,6 +243,7 @@ def gradients(
         mbarrier.arrive(ready.index(other), pred=step > 0)
         if AHEAD:
             scores, dk_first, dk_second = warpgroup_mma_wait(0, deps=[scores, dk_first, dk_second])
+            mbarrier.arrive(first_in.index(1 - group))
         else:
             dk_first, dk_second = warpgroup_mma_wait(0, deps=[dk_first, dk_second])
             await_group()
@@ -284,12 +287,11 @@ def joint_kernel(
     key_tiles = gl.cdiv(T, BLOCK_N)
     tiles = gl.cdiv(T, BLOCK_M)
     ticket = gl.atomic_add(turn_ptr, 1, sem="relaxed")
-    key_head, before_last = work_of(ticket, gl.num_programs(0) // key_tiles, together, key_tiles)
-    tile = key_tiles - 1 - before_last
+    key_head, tile = work_of(ticket, gl.num_programs(0) // key_tiles, together, key_tiles)
     b = key_head // KEY_HEADS
     key = key_head % KEY_HEADS
     n = tile * BLOCK_N
-    count = gl.cdiv(T - n, BLOCK_M)
+    low, _, count = queries_of(tile, T, T, BLOCK_M, BLOCK_N)
     k_smem = gl.allocate_shared_memory(dtype, [GROUPS * HALVES, 1, 1, ROWS, HALF], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, v_desc.block_shape[3]], v_desc.layout)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES * HALVES, 1, 1, BLOCK_M, HALF], q_desc.layout)
@@ -313,6 +315,8 @@ def joint_kernel(
     stored = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
     free = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
+    # first_in: a group may begin its products, as the other one's are done
+    first_in = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], ONE)
     mbarrier.init(keys_ready, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -321,6 +325,7 @@ def joint_kernel(
         mbarrier.init(stored.index(parity), count=GROUPS)
         mbarrier.init(ready.index(parity), count=GROUPS)
         mbarrier.init(free.index(parity), count=1)
+        mbarrier.init(first_in.index(parity), count=1)
     fence_async_shared()
     turns = turn_ptr + 1
     first_tile = key_head * GROUP * tiles
@@ -328,23 +333,23 @@ def joint_kernel(
         [
             (gradients, (
                 0, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, grads, keys_ready, full, empty, stored, ready,
-                free, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, n, count, T, scale, scale_log2,
+                free, first_in, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2,
                 GROUP, AHEAD, BY_CHANNELS,
             )),
             (gradients, (
                 1, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, grads, keys_ready, full, empty, stored, ready,
-                free, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, n, count, T, scale, scale_log2,
+                free, first_in, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2,
                 GROUP, AHEAD, BY_CHANNELS,
             )),
             (load, (
                 q_desc, k_desc, v_desc, dout_desc, (lse2_desc, delta_desc), k_smem, v_smem, q_smem, dout_smem, row_smem,
-                keys_ready, full, empty, b, key, KEY_HEADS, n, n, count, GROUP,
+                keys_ready, full, empty, b, key, KEY_HEADS, n, low, count, GROUP,
             )),
             (add_queries, (
-                sum_desc, turns, grads, ready, free, first_tile, tiles, tile, n, count, BLOCK_M, GROUP, 0,
+                sum_desc, turns, grads, ready, free, first_tile, tiles, tile, low, count, T, BLOCK_M, BLOCK_N, GROUP, 0,
             )),
             (add_queries, (
-                sum_desc, turns, grads, ready, free, first_tile, tiles, tile, n, count, BLOCK_M, GROUP, 1,
+                sum_desc, turns, grads, ready, free, first_tile, tiles, tile, low, count, T, BLOCK_M, BLOCK_N, GROUP, 1,
             )),
         ],
         [4, 1, 1, 1],
