@@ -1,10 +1,9 @@
 """`body.forward` for compute capability 9.0: programs that stay, a warp that loads, groups of warps that multiply.
 
-Letters as in `body`. A program has PARTS groups of four warps, 64 queries each. Groups begin their products in turns,
-so that one makes weights of scores while the tensor cores work for another, and each begins the scores of its next
-keys, those of its next tile too, before it weighs its values. Tiles of queries are drawn from a counter, those with
-the most keys first, some heads at a time, so that their keys stay in the second-level cache. PoPE's queries are
-expanded as they come; its keys are prepared before.
+Letters as in `body`. A program has PARTS groups of four warps, 64 queries each, of which one makes weights of scores
+while the tensor cores work for another; and each begins the scores of its next keys before it weighs its values.
+Tiles of queries are drawn from a counter, those with the most keys first, some heads at a time, so that their keys
+stay in the second-level cache.
 
 For queries that are the last of the keys, without positions, window or slopes, in half precision.
 """
@@ -21,37 +20,145 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from phasewise.kernels.hardware import multiprocessors
-from phasewise.kernels.hopper_queries import bring
-from phasewise.kernels.hopper_stages import (
-    RING,
-    ROWS,
-    await_turn,
-    barriers,
-    blocks_of,
-    load,
-    pass_turn,
-    place,
-    ready,
-    release,
-    tile_in,
-    tile_of_number,
-)
-from phasewise.kernels.prepare import expanded_like, row_step
-from phasewise.kernels.stored_hopper import buffers, exp2, laid_out
+from phasewise.kernels.prepare import expanded_like
+from phasewise.kernels.stored_hopper import await_group, exp2, laid_out
 from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe, launch
 
+ROWS = gl.constexpr(64)  # queries of a group of warps: the rows of one tensor core instruction
 CACHE = 32 << 20  # bytes of keys and values that are meant to stay in the second-level cache
+
+
+@gluon.jit
+def place(at, tiles, heads, together):
+    """Tile of queries, longest first, and head of a number that was drawn."""
+    first = at // (tiles * together) * together
+    within = at - first * tiles
+    here = gl.minimum(together, heads - first)
+    return tiles - 1 - within // here, first + within % here
+
+
+@gluon.jit
+def blocks_of(m, rows, T, S, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many blocks of keys any of `rows` queries from m on sees."""
+    high = S
+    if CAUSAL:
+        high = gl.minimum(S, m + rows + S - T)
+    return (high + BLOCK_N - 1) // BLOCK_N
+
+
+@gluon.jit
+def buffers(COUNT: gl.constexpr, descriptor):
+    """Shared memory for as many tiles."""
+    shape: gl.constexpr = [COUNT] + descriptor.block_shape  # noqa: RUF005 (the compiler knows no unpacking)
+    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
+
+
+@gluon.jit
+def tile_in(buffer, stage):
+    """One stage of a buffer [stages, 1, 1, rows, columns] as a matrix."""
+    one = buffer.index(stage)
+    shape: gl.constexpr = one.shape
+    return one.reshape([shape[2], shape[3]])
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers, each of so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for number in gl.static_range(COUNT):
+        mbarrier.init(made.index(number), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def copy_in(descriptor, at, buffer, full, empty, step):
+    """Begins the copy of the `step`th tile into its stage, once that is free."""
+    STAGES: gl.constexpr = full.shape[0]
+    mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(step % STAGES), descriptor.block_type.nbytes)
+    tma.async_copy_global_to_shared(descriptor, at, full.index(step % STAGES), buffer.index(step % STAGES))
+
+
+@gluon.jit
+def load(
+    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S,
+    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Draws tiles, and copies their queries, keys and values as soon as there is room."""
+    q_desc, k_desc, v_desc = descriptors
+    q_smem, k_smem, v_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = signals
+    BLOCK_N: gl.constexpr = k_desc.block_shape[2]
+    Q_STAGES: gl.constexpr = q_full.shape[0]
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    total = tiles * heads
+    at = gl.program_id(0)
+    turn = 0
+    step = 0
+    while at < total:
+        tile, head = place(at, tiles, heads, together)
+        m = tile * (PARTS * ROWS)
+        b = head // H
+        h = head % H
+        stage = turn % Q_STAGES
+        here = q_full.index(stage)
+        mbarrier.wait(q_empty.index(stage), (turn // Q_STAGES & 1) ^ 1)
+        drawn.index(stage).store(gl.full([1], at, gl.int32, one))
+        mbarrier.expect(here, PARTS * q_desc.block_type.nbytes)
+        for part in gl.static_range(PARTS):
+            to = q_smem.index(stage * PARTS + part)
+            tma.async_copy_global_to_shared(q_desc, [b, h, m + part * ROWS, 0], here, to)
+        count = blocks_of(m, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
+        n = (count - 1) * BLOCK_N
+        copy_in(k_desc, [b, h // GROUP, n, 0], k_smem, k_full, k_empty, step)
+        at = gl.num_programs(0) + gl.atomic_add(draw_ptr, 1, sem="relaxed")
+        for _ in range(1, count):
+            copy_in(k_desc, [b, h // GROUP, n - BLOCK_N, 0], k_smem, k_full, k_empty, step + 1)
+            copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
+            n -= BLOCK_N
+            step += 1
+        copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
+        step += 1
+        turn += 1
+    stage = turn % Q_STAGES
+    mbarrier.wait(q_empty.index(stage), (turn // Q_STAGES & 1) ^ 1)
+    drawn.index(stage).store(gl.full([1], -1, gl.int32, one))
+    mbarrier.arrive(q_full.index(stage))
+
+
+@gluon.jit
+def ready(buffer, full, step):
+    """The `step`th tile, once it is there."""
+    STAGES: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+    return tile_in(buffer, step % STAGES)
+
+
+@gluon.jit
+def release(empty, step):
+    """The group is done with the `step`th tile."""
+    STAGES: gl.constexpr = empty.shape[0]
+    await_group()
+    mbarrier.arrive(empty.index(step % STAGES))
 
 
 @gluon.jit
 def unknown_zero(step):
     """0 that the compiler does not know, made where this stands."""
     return gl.inline_asm_elementwise("mov.s32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def summed(p):
+    """Sums of rows [M, 4]: those of four threads, each of its own columns."""
+    parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
 
 
 @gluon.jit
@@ -64,13 +171,6 @@ def weigh(scores, top, i, n, S, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.con
         scores = gl.where(columns[None, :] <= last[:, None], scores, UNSEEN)
     new_top = gl.maximum(top, gl.max(scores, 1) * scale_log2)
     return exp2(scores * scale_log2 - new_top[:, None]), exp2(top - new_top), new_top
-
-
-@gluon.jit
-def summed(p):
-    """Sums of rows [M, 4]: those of four threads, each of its own columns."""
-    parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(parts, 3), 1)
 
 
 @gluon.jit
@@ -99,64 +199,35 @@ def operand(pairs, dtype: gl.constexpr, out_layout: gl.constexpr):
 
 
 @gluon.jit
-def begin(
-    part, number, step, smem, signals, heads, tiles, together, T, S, PARTS: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
-    """Begins the scores of the `number`th tile's first block of keys that any of the group's queries sees.
+def await_turn(turns, part, step):
+    first = 1 if part == 0 else 0
+    mbarrier.wait(turns.index(part), (step + first) & 1)
 
-    Its number as drawn (-1 after the last, with a product of what lies there), tile, head, and the block's step.
-    """
-    q_smem, k_smem, v_smem, drawn = smem
-    known, turns, q_full, _, k_full, k_empty, v_full, v_empty = signals
-    BLOCK_N: gl.constexpr = k_smem.shape[3]
-    K_STAGES: gl.constexpr = k_full.shape[0]
-    Q_STAGES: gl.constexpr = q_full.shape[0]
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
-    at = tile_of_number(drawn, known, number)
-    tile, head = place(gl.maximum(at, 0), tiles, heads, together)
-    first = tile * (PARTS * ROWS)
-    count = blocks_of(first + part * ROWS, ROWS, T, S, BLOCK_N, CAUSAL)
-    whole = blocks_of(first, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
-    for _hidden in range(count, gl.where(at >= 0, whole, count)):
-        await_turn(turns, part, step, True)
-        pass_turn(turns, part, True)
-        ready(k_smem, k_full, step)
-        release(k_empty, step)
-        ready(v_smem, v_full, step)
-        release(v_empty, step)
-        step += 1
-    item = number * PARTS + part
-    mbarrier.wait(q_full.index(item % Q_STAGES), item // Q_STAGES & 1, at >= 0)
-    mbarrier.wait(k_full.index(step % K_STAGES), step // K_STAGES & 1, at >= 0)
-    q = tile_in(q_smem, item % Q_STAGES)
-    k = tile_in(k_smem, step % K_STAGES)
-    await_turn(turns, part, step, at >= 0)
-    scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    pass_turn(turns, part, at >= 0)
-    return at, tile, head, step, scores
+
+@gluon.jit
+def pass_turn(turns, part):
+    mbarrier.arrive(turns.index((part + 1) % turns.shape[0]))
 
 
 @gluon.jit
 def advance(
-    part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, MASKED: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """Adds the values of the keys after n by the pairs of their weights, and makes the weights of those from n on."""
-    k_smem, v_smem = smem[1], smem[2]
-    turns, k_full, k_empty, v_full, v_empty = signals[1], signals[4], signals[5], signals[6], signals[7]
+    _, k_smem, v_smem = smem
+    _, _, k_full, k_empty, v_full, v_empty, turns = signals
     BLOCK_N: gl.constexpr = k_smem.shape[3]
-    dtype: gl.constexpr = k_smem.dtype
-    out_layout: gl.constexpr = acc.type.layout
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+    dtype: gl.constexpr = k_smem.dtype
+    out_layout: gl.constexpr = acc.type.layout
     p = operand(pairs, dtype, out_layout)
     k = ready(k_smem, k_full, step)
-    await_turn(turns, part, step, True)
+    await_turn(turns, part, step)
     scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     v = ready(v_smem, v_full, step - 1)
     acc = warpgroup_mma(p, v, acc, is_async=True)
-    pass_turn(turns, part, True)
+    pass_turn(turns, part)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(k_empty, step)
     weights, shrink, top = weigh(scores, top, i, n, S, scale_log2, MASKED, CAUSAL)
@@ -164,207 +235,182 @@ def advance(
     total = total * gl.convert_layout(shrink, total_row)[:, None] + summed(weights)
     acc = warpgroup_mma_wait(0, deps=[acc])
     release(v_empty, step - 1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, out_layout))[:, None]
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, packed(weights, dtype), top, total
 
 
 @gluon.jit
-def write(acc, top, total, t, out_ptr, out_strides, lse_ptr, head, H, T, D, dtype: gl.constexpr):
-    """Output and log-sum-exp of the queries t."""
-    out_layout: gl.constexpr = acc.type.layout
-    row: gl.constexpr = gl.SliceLayout(1, out_layout)
-    total = gl.convert_layout(gl.sum(total, 1), t.type.layout)
-    gl.store(lse_ptr + head.to(gl.int64) * T + t, top * LN2 + gl.log(total), t < T)
-    share = gl.convert_layout(1.0 / total, row)
-    t = gl.convert_layout(t, row)
-    d = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, out_layout))
-    out_ptr += (head // H).to(gl.int64) * out_strides[0] + (head % H).to(gl.int64) * out_strides[1]
-    out_at = out_ptr + t.to(gl.int64)[:, None] * out_strides[2] + d[None, :]
-    gl.store(out_at, (acc * share[:, None]).to(dtype), (t < T)[:, None] & (d < D)[None, :])
+def next_tile(drawn, full, turn):
+    """The number that was drawn for the `turn`th tile, once its queries are there; -1 after the last."""
+    STAGES: gl.constexpr = full.shape[0]
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1)
+    return gl.max(drawn.index(turn % STAGES).load(one), 0)
 
 
 @gluon.jit
 def attend(
-    part, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
+    part, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
     PARTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of 64 queries of every tile that is drawn."""
-    q_smem, k_smem, v_smem = smem[0], smem[1], smem[2]
-    q_empty, k_empty, v_full, v_empty = signals[3], signals[5], signals[6], signals[7]
+    q_smem, k_smem, v_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = signals
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = v_smem.shape[4]
-    Q_STAGES: gl.constexpr = q_empty.shape[0]
     dtype: gl.constexpr = q_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
-    number = gl.to_tensor(0)
-    at, tile, head, step, scores = begin(
-        part, number, gl.to_tensor(0), smem, signals, heads, tiles, together, T, S, PARTS, CAUSAL
-    )
-    scores = warpgroup_mma_wait(0, deps=[scores])
+    out_row: gl.constexpr = gl.SliceLayout(1, out_layout)
+    rows = gl.arange(0, ROWS, layout=row)
+    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, out_layout))
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
+    step = 0
+    turn = 0
+    at = next_tile(drawn, q_full, turn)
     while at >= 0:
-        item = number * PARTS + part
-        q = tile_in(q_smem, item % Q_STAGES)
-        m = (tile * PARTS + part) * ROWS
-        t = m + gl.arange(0, ROWS, layout=row)
-        i = t + (S - T)
+        q = tile_in(q_smem, turn % q_full.shape[0] * PARTS + part)
+        tile, head = place(at, tiles, heads, together)
+        m = tile * (PARTS * ROWS) + part * ROWS
+        i = m + rows + (S - T)
         count = blocks_of(m, ROWS, T, S, BLOCK_N, CAUSAL)
+        for _ in range(count, blocks_of(tile * (PARTS * ROWS), PARTS * ROWS, T, S, BLOCK_N, CAUSAL)):
+            await_turn(turns, part, step)
+            pass_turn(turns, part)
+            ready(k_smem, k_full, step)
+            release(k_empty, step)
+            ready(v_smem, v_full, step)
+            release(v_empty, step)
+            step += 1
         seen_by_all = S // BLOCK_N
         if CAUSAL:
             seen_by_all = gl.minimum(S, m + 1 + S - T) // BLOCK_N
         n = (count - 1) * BLOCK_N
+        k = ready(k_smem, k_full, step)
+        await_turn(turns, part, step)
+        scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        pass_turn(turns, part)
+        scores = warpgroup_mma_wait(0, deps=[scores])
         release(k_empty, step)
-        # Above every hidden score, scaled or not, so that hidden keys weigh 0 from the start.
         top = gl.full([ROWS], -1e20, gl.float32, row)
         weights, _, top = weigh(scores, top, i, n, S, scale_log2, True, CAUSAL)
         total = summed(weights)
         pairs = packed(weights, dtype)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, out_layout)
-        for _block in range(gl.minimum(seen_by_all, count - 1), count - 1):
+        for _ in range(gl.minimum(seen_by_all, count - 1), count - 1):
             n -= BLOCK_N
             step += 1
             acc, pairs, top, total = advance(
                 part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, True, CAUSAL
             )  # fmt: skip
-        for _block in range(0, gl.minimum(seen_by_all, count - 1)):
+        for _ in range(0, gl.minimum(seen_by_all, count - 1)):
             n -= BLOCK_N
             step += 1
             acc, pairs, top, total = advance(
                 part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
             )  # fmt: skip
-        release(q_empty, item)
+        release(q_empty, turn)
         p = operand(pairs, dtype, out_layout)
         v = ready(v_smem, v_full, step)
         acc = warpgroup_mma(p, v, acc, is_async=True)
-        last = step
-        of = head
-        number += 1
-        if Q_STAGES > PARTS:
-            at, tile, head, step, scores = begin(
-                part, number, step + 1, smem, signals, heads, tiles, together, T, S, PARTS, CAUSAL
-            )
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            release(v_empty, last)
-            write(acc, top, total, t, out_ptr, out_strides, lse_ptr, of, H, T, D, dtype)
-        else:
-            # The next queries are on their way to where these lie.
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            release(v_empty, last)
-            write(acc, top, total, t, out_ptr, out_strides, lse_ptr, of, H, T, D, dtype)
-            at, tile, head, step, scores = begin(
-                part, number, step + 1, smem, signals, heads, tiles, together, T, S, PARTS, CAUSAL
-            )
-        scores = warpgroup_mma_wait(0, deps=[scores])
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release(v_empty, step)
+        step += 1
+        turn += 1
+        t = m + rows
+        total = gl.convert_layout(gl.sum(total, 1), row)
+        gl.store(lse_ptr + head.to(gl.int64) * T + t, top * LN2 + gl.log(total), t < T)
+        share = gl.convert_layout(1.0 / total, out_row)
+        t = gl.convert_layout(t, out_row)
+        out_at = (
+            out_ptr + (head // H).to(gl.int64) * out_strides[0] + (head % H).to(gl.int64) * out_strides[1]
+        )
+        out_at += t.to(gl.int64)[:, None] * out_strides[2] + d[None, :]
+        gl.store(out_at, (acc * share[:, None]).to(dtype), (t < T)[:, None] & (d < D)[None, :])
+        at = next_tile(drawn, q_full, turn)
 
 
 @gluon.jit(do_not_specialize=("H", "GROUP", "heads", "tiles", "together", "T", "S"))
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr,
-    q_ptr, q_strides, angle_ptr, angle_row, phase_ptr, C, own_ptr,
-    H, GROUP, heads, tiles, together, T, S, D, scale_log2,
-    KIND: gl.constexpr, C_BLOCK: gl.constexpr, CAUSAL: gl.constexpr,
-    PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, HELPER_REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr, H, GROUP, heads, tiles, together, T, S, D,
+    scale_log2, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero.
-
-    q_desc: the queries, or with PoPE's magnitude as KIND memory for a tile of each program, that of own_ptr, where
-    those of q_ptr [B, H, T, C] are expanded.
-    """
-    PHASE: gl.constexpr = phase_ptr is not None
-    smem = (
-        buffers(Q_STAGES, q_desc),
-        buffers(K_STAGES, k_desc),
-        buffers(V_STAGES, v_desc),
-        gl.allocate_shared_memory(gl.int32, [RING, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-    )
+    """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero."""
+    smem = (buffers(Q_STAGES * PARTS, q_desc), buffers(K_STAGES, k_desc), buffers(V_STAGES, v_desc))
+    turns = barriers(PARTS, 1)
     signals = (
-        barriers(RING, 1), barriers(PARTS, 1), barriers(Q_STAGES, 1), barriers(Q_STAGES, 1),
-        barriers(K_STAGES, 1), barriers(K_STAGES, PARTS), barriers(V_STAGES, 1), barriers(V_STAGES, PARTS),
+        barriers(Q_STAGES, 1), barriers(Q_STAGES, PARTS), barriers(K_STAGES, 1), barriers(K_STAGES, PARTS),
+        barriers(V_STAGES, 1), barriers(V_STAGES, PARTS), turns,
     )  # fmt: skip
+    drawn = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()
-    queries = (q_ptr, q_strides, angle_ptr, angle_row, phase_ptr, C, own_ptr)
+    descriptors = (q_desc, k_desc, v_desc)
     if PARTS == 2:
         gl.warp_specialize(
             [
                 (attend, (
-                    0, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
-                    PARTS, CAUSAL,
+                    0, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
                 )),
                 (attend, (
-                    1, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
-                    PARTS, CAUSAL,
+                    1, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
                 )),
                 (load, (
-                    k_desc, v_desc, smem, signals, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
-                )),
-                (bring, (
-                    q_desc, queries, smem, signals, H, heads, tiles, together, T, PARTS, C_BLOCK, KIND, PHASE,
+                    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
                 )),
             ],
-            [4, 1, 2],
-            [REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
+            [4, 1],
+            [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (attend, (
-                    0, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
-                    PARTS, CAUSAL,
+                    0, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
                 )),
                 (attend, (
-                    1, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
-                    PARTS, CAUSAL,
+                    1, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
                 )),
                 (attend, (
-                    2, smem, signals, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
-                    PARTS, CAUSAL,
+                    2, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
+                    scale_log2, PARTS, CAUSAL,
                 )),
                 (load, (
-                    k_desc, v_desc, smem, signals, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
-                )),
-                (bring, (
-                    q_desc, queries, smem, signals, H, heads, tiles, together, T, PARTS, C_BLOCK, KIND, PHASE,
+                    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
                 )),
             ],
-            [4, 4, 1, 2],
-            [REGISTERS, REGISTERS, HELPER_REGISTERS, HELPER_REGISTERS],
+            [4, 4, 1],
+            [160, 160, 32],
         )  # fmt: skip
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool,
-    kind: str = "none", angle: Tensor | None = None, phase: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Output `[B, H, T, D]`, stored place by place, and float32 log-sum-exp `[B, H, T]`.
 
-    q is `[B, H, T, E]`, k `[B, H / group, S, E]`, v `[B, H / group, S, D]`, T up to S, any strides. With a kind, PoPE's
-    magnitude, queries are not expanded yet, `[B, H, T, E / 2]`, and come with their angles and perhaps phases.
+    q is `[B, H, T, E]`, k `[B, H / group, S, E]`, v `[B, H / group, S, D]`, T up to S, any strides.
     """
-    rows, heads, queries, _ = q.shape
-    keys, width, value_width = k.shape[2], k.shape[3], v.shape[3]
+    rows, heads, queries, width = q.shape
+    keys, value_width = k.shape[2], v.shape[3]
     meta = launch("separable.hopper.forward", q, qk=width, v=value_width, length=keys)
     block_e, block_n, tile = block_width(width), meta.pop("BLOCK_N"), 64 * meta["PARTS"]
     tiles, group = ceil_div(queries, tile), heads // k.shape[1]
-    programs = min(multiprocessors(q.device), tiles * rows * heads)
+    together = max(1, CACHE // (keys * (width + value_width) * q.element_size())) * group
     out = expanded_like(q, value_width)
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
-    raw = (None, None, None, 0, None, 0, None)
-    if angle is not None:
-        q = q if q.stride(3) == 1 else q.contiguous()
-        own = q.new_empty(1, programs, tile, width)
-        raw = (q, q.stride(), angle, row_step(angle), phase, width // 2, own)
-        q = own
+    drawn = torch.zeros(1, dtype=torch.int32, device=q.device)
     descriptors = (
         describe(q, 64, block_e),
         describe(k, block_n, block_e),
         describe(v, block_n, block_width(value_width)),
     )
-    forward_kernel[(programs,)](
-        *map(laid_out, descriptors), out, out.stride(), lse, torch.zeros(1, dtype=torch.int32, device=q.device), *raw,
-        heads, group, rows * heads, tiles, max(1, CACHE // (keys * (width + value_width) * q.element_size())) * group,
-        queries, keys, value_width, scale * math.log2(math.e),
-        KIND=kind, C_BLOCK=block_e // 2, CAUSAL=causal, num_warps=4, **meta,
+    forward_kernel[(min(multiprocessors(q.device), tiles * rows * heads),)](
+        *map(laid_out, descriptors), out, out.stride(), lse, drawn,
+        heads, group, rows * heads, tiles, together, queries, keys, value_width, scale * math.log2(math.e),
+        CAUSAL=causal, num_warps=4, **meta,
     )  # fmt: skip
     return out, lse

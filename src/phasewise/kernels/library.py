@@ -127,8 +127,7 @@ def _hopper_forward(
     if preparation == "rope":
         rotated = prepare.rotate(q, k, q_angle, k_angle, factor)
         return *hopper_forward.forward(*rotated, v, **view), *rotated
-    expanded = prepare.polar_keys(k, k_angle, preparation)
-    return hopper_forward.forward(q, expanded, v, kind=preparation, angle=q_angle, phase=phase, **view)
+    return hopper_forward.forward(*prepare.polar(q, k, q_angle, k_angle, phase, preparation), v, **view)
 
 
 def _placewise(x: Tensor) -> Tensor:
