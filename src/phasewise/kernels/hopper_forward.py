@@ -1,8 +1,8 @@
 """`body.forward` for compute capability 9.0: programs that stay, a warp that loads, groups of warps that multiply.
 
-Letters as in `body`. A program has PARTS groups of four warps, 64 queries each, of which one makes weights of scores
-while the tensor cores work for another; and each begins the scores of its next keys before it weighs its values.
-Tiles of queries are drawn from a counter, those with the most keys first, some heads at a time, so that their keys
+Letters as in `body`. A program has PARTS groups of four warps, 64 queries each. They begin their products in turns, so
+that one makes weights of scores while the tensor cores work for another, and each begins the scores of its next keys
+before it weighs its values. Tiles of queries are drawn from a counter, those with the most keys first, some heads at a time, so that their keys
 stay in the second-level cache.
 
 For queries that are the last of the keys, without positions, window or slopes, in half precision.
@@ -93,7 +93,7 @@ def load(
     """Draws tiles, and copies their queries, keys and values as soon as there is room."""
     q_desc, k_desc, v_desc = descriptors
     q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = signals
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals[:6]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
     Q_STAGES: gl.constexpr = q_full.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -200,18 +200,21 @@ def operand(pairs, dtype: gl.constexpr, out_layout: gl.constexpr):
 
 @gluon.jit
 def await_turn(turns, part, step):
+    """Groups begin their products of a step one after another, and the first when the last has begun its own."""
     first = 1 if part == 0 else 0
     mbarrier.wait(turns.index(part), (step + first) & 1)
 
 
 @gluon.jit
 def pass_turn(turns, part):
+    """The next group may begin."""
     mbarrier.arrive(turns.index((part + 1) % turns.shape[0]))
 
 
 @gluon.jit
 def advance(
-    part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, MASKED: gl.constexpr, CAUSAL: gl.constexpr
+    part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Adds the values of the keys after n by the pairs of their weights, and makes the weights of those from n on."""
     _, k_smem, v_smem = smem
