@@ -13,12 +13,10 @@ from torch import Tensor
 
 from phasewise.kernels.flash import ELEMENTS, NO_AUXILIARY, Kind, compiled, copyable, kind_of, quiet, sides_of
 from phasewise.kernels.flash_ordered import OrderedBackward
-from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import Sums, finish_rotated, rotate
 from phasewise.kernels.tiles import power_of_two
 
 HOPPER = 90
-LONG = 200 * 2**20  # bytes of a head, four times the second-level cache, from which waves of tiles gain time
 
 
 class Backward(NamedTuple):
@@ -63,21 +61,16 @@ def _turns(kind: Kind, n: int) -> bool:
     return kind.width >= 128 and paired and whole and kind.group == 1 and _by_rows(kind)
 
 
-def _is_long(kind: Kind, queries: int) -> bool:
-    """Whether one head's queries, output gradients and sums of dq are far more than the cache holds."""
-    return kind.row_ends and queries * (2 * (kind.width + kind.v_width) + 4 * kind.width) > LONG
-
-
 @functools.cache
 @quiet()
-def compiled_backward(kind: Kind, with_dlse: bool, all_see: bool, turned: bool, wave: int) -> Backward:
+def compiled_backward(kind: Kind, with_dlse: bool, all_see: bool, turned: bool) -> Backward:
     """The deterministic backward, which adds up dq in a fixed order; all_see: there is no window, and no query sees
-    nothing; turned, wave: as `OrderedBackward` has them, for which all must see.
+    nothing; turned: as `OrderedBackward` has it, for which all must see.
     """
     element, grouped, config = ELEMENTS[kind.dtype], kind.group > 1, _config(kind)
     warps = config.num_wg * 128
     multiple = 64 if config.dKV_swapAB else 32
-    kernel = (functools.partial(OrderedBackward, turned=turned, wave=wave) if all_see else FlashAttentionBackwardSm90)(
+    kernel = (functools.partial(OrderedBackward, turned=turned) if all_see else FlashAttentionBackwardSm90)(
         element, kind.width, kind.v_width, kind.group, kind.row_ends, is_local=kind.windowed, deterministic=True,
         tile_m=config.m_block_size, tile_n=config.n_block_size, Q_stage=config.num_stages_Q,
         dO_stage=config.num_stages_dO, PdS_stage=config.num_stages_PdS, SdP_swapAB=config.SdP_swapAB,
@@ -178,8 +171,7 @@ def backward(
     auxiliary = NO_AUXILIARY
     if turned and angles is not None:
         auxiliary = utils.AuxData([angles.expand(rows, -1, -1)], None)
-    wave = multiprocessors(q.device) if all_see and _is_long(kind, queries) else 0
-    step = compiled_backward(kind, dlse is not None, all_see, turned, wave)
+    step = compiled_backward(kind, dlse is not None, all_see, turned)
     tiles_m, tiles_n = -(-queries // step.tile_m), -(-keys // step.tile_n)
     padded = tiles_m * step.tile_m
     wide, v_wide = (-(-x // step.multiple) * step.multiple for x in (width, v_width))

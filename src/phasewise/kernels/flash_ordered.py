@@ -1,52 +1,20 @@
-"""flash-attn-4's deterministic backward for Hopper, with some of its steps made anew (optional package).
+"""flash-attn-4's deterministic backward for Hopper, with two of its steps made anew (optional package).
 
-Parts of the queries' gradient are added in order without holding up the next tile, RoPE's rotation is taken out of the
-keys' gradient before it leaves the registers, and the tiles of a long row are taken in waves.
+Parts of the queries' gradient are added in order without holding up the next tile, and RoPE's rotation is taken out of
+the keys' gradient before it leaves the registers.
 """
 
-import dataclasses
-import inspect
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Float32, const_expr, pipeline
 from flash_attn.cute import barrier, utils
 from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.named_barrier import NamedBarrierBwd
-from flash_attn.cute.tile_scheduler import SingleTileLPTBwdScheduler, WorkTileInfo
 from quack import copy_utils, layout_utils
 
 STORING_WARP = 4  # the one that hands gradients of keys and values to the copy engine
-
-
-@dataclasses.dataclass
-class Order(SingleTileLPTBwdScheduler.Params):
-    """flash-attn-4's order of tiles of keys, the last first, and how many are a wave."""
-
-    wave: Int32 | None = None
-
-
-class Waves(SingleTileLPTBwdScheduler):
-    """The first tiles of keys before the later ones, but the last of each wave first.
-
-    In flash-attn-4's order a program that ends early, as few queries see its keys, is followed by one that begins
-    early: programs drift apart until, all together, they read all queries of a head at a time. In a wave of as many
-    tiles as run side by side each program begins one tile of queries before the one started before it, and stays there.
-    """
-
-    @staticmethod
-    def create(params, *, loc=None, ip=None):
-        return Waves(params, cute.arch.block_idx()[0])
-
-    @cute.jit
-    def get_current_work(self, *, loc=None, ip=None):
-        work = SingleTileLPTBwdScheduler.get_current_work(self)
-        n, head, batch, part = work.tile_idx
-        number = self.params.num_block - 1 - n
-        first = number // self.params.wave * self.params.wave
-        end = cutlass.min(first + self.params.wave, self.params.num_block)
-        return WorkTileInfo((first + end - 1 - number, head, batch, part), work.is_valid_tile)
 
 
 class OrderedBackward(FlashAttentionBackwardSm90):
@@ -54,23 +22,12 @@ class OrderedBackward(FlashAttentionBackwardSm90):
 
     The first part of a gradient of queries is stored, not added to zeros: the parts wait for each other anyway, and
     zeros would have to be written first. turned: the gradient of keys is turned back by the angles `[B, S, E / 2]` that
-    are the auxiliary tensor; for one query head a key head, of whose channels a thread holds both of a pair. wave: how
-    many tiles of keys are one (`Waves`), of a causal backward; 0 for flash-attn-4's order.
+    are the auxiliary tensor; for one query head a key head, of whose channels a thread holds both of a pair.
     """
 
-    def __init__(self, *arguments: Any, turned: bool, wave: int, **settings: Any):
+    def __init__(self, *arguments: Any, turned: bool, **settings: Any):
         super().__init__(*arguments, **settings)
-        self.turned, self.wave = turned, wave
-
-    def kernel(self, *arguments: Any) -> Any:
-        """flash-attn-4's, with our order of tiles."""
-        given = inspect.signature(FlashAttentionBackwardSm90.kernel).bind(self, *arguments).arguments
-        if self.wave:
-            order = given["tile_sched_params"]
-            order = {field.name: getattr(order, field.name) for field in dataclasses.fields(order)}
-            given["tile_sched_params"] = Order(**order, wave=Int32(self.wave))
-            given["TileScheduler"] = Waves
-        return FlashAttentionBackwardSm90.kernel(*given.values())
+        self.turned = turned
 
     @cute.jit
     def dQaccum_store(
@@ -93,7 +50,6 @@ class OrderedBackward(FlashAttentionBackwardSm90):
             sums = cute.local_tile(mdQaccum[None, head, batch], (part,), (None,))
             turns = mdQ_semaphore[None, None, head, batch]
             low, high = block_info.get_m_block_min_max(lengths, n)
-            first = n // self.wave * self.wave if const_expr(self.wave > 0) else 0
             for m in cutlass.range(low, high, unroll=1):
                 for group in cutlass.range_constexpr(groups):
                     cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
@@ -103,9 +59,7 @@ class OrderedBackward(FlashAttentionBackwardSm90):
                 turn = n
                 if const_expr(self.spt):
                     _, last = block_info.get_n_block_min_max(lengths, m)
-                    if const_expr(self.wave > 0):
-                        last = cutlass.min(first + self.wave, last)
-                    turn = first + last - 1 - n
+                    turn = last - 1 - n
                 barrier.wait_eq(turns[(m, None)].iterator, lane, 0, turn)
                 for group in cutlass.range_constexpr(groups):
                     cute.arch.barrier(
