@@ -14,10 +14,10 @@ RUN = sorted(path.stem for path in EXPERIMENTS.glob("*.py") if "__main__" in pat
 @pytest.mark.parametrize("name", RUN)
 def test_help_is_the_description_and_ends_there(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
-    try:
-        runpy.run_module(f"experiments.{name}", run_name="__main__")
-    except SystemExit as end:
-        assert end.code == 0
-    except ModuleNotFoundError as missing:
-        pytest.skip(f"{missing.name} is not installed")
+    with pytest.raises(SystemExit) as end:
+        try:
+            runpy.run_module(f"experiments.{name}", run_name="__main__")
+        except ModuleNotFoundError as missing:
+            pytest.skip(f"{missing.name} is not installed")
+    assert end.value.code == 0
     assert f"{name} [-h]" in capsys.readouterr().out
