@@ -2,8 +2,8 @@
 
 Letters as in `body`. A program has PARTS groups of four warps, 64 queries each. They begin their products in turns, so
 that one makes weights of scores while the tensor cores work for another, and each begins the scores of its next keys
-before it weighs its values. Tiles of queries are drawn from a counter, those with the most keys first, some heads at a time, so that their keys
-stay in the second-level cache.
+before it weighs its values. Tiles of queries are drawn from a counter, those with the most keys first, some heads at a
+time, so that their keys stay in the second-level cache.
 
 For queries that are the last of the keys, without positions, window or slopes, in half precision.
 """
@@ -213,11 +213,11 @@ def pass_turn(turns, part):
 
 @gluon.jit
 def advance(
-    part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals,
+    part, q_at, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Adds the values of the keys after n by the pairs of their weights, and makes the weights of those from n on."""
-    _, k_smem, v_smem = smem
+    q_smem, k_smem, v_smem = smem
     _, _, k_full, k_empty, v_full, v_empty, turns = signals
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -227,6 +227,7 @@ def advance(
     p = operand(pairs, dtype, out_layout)
     k = ready(k_smem, k_full, step)
     await_turn(turns, part, step)
+    q = tile_in(q_smem, q_at)
     scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     v = ready(v_smem, v_full, step - 1)
     acc = warpgroup_mma(p, v, acc, is_async=True)
@@ -273,7 +274,7 @@ def attend(
     turn = 0
     at = next_tile(drawn, q_full, turn)
     while at >= 0:
-        q = tile_in(q_smem, turn % q_full.shape[0] * PARTS + part)
+        q_at = turn % q_full.shape[0] * PARTS + part
         tile, head = place(at, tiles, heads, together)
         m = tile * (PARTS * ROWS) + part * ROWS
         i = m + rows + (S - T)
@@ -292,6 +293,7 @@ def attend(
         n = (count - 1) * BLOCK_N
         k = ready(k_smem, k_full, step)
         await_turn(turns, part, step)
+        q = tile_in(q_smem, q_at)
         scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
         pass_turn(turns, part)
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -305,13 +307,15 @@ def attend(
             n -= BLOCK_N
             step += 1
             acc, pairs, top, total = advance(
-                part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, True, CAUSAL
+                part, q_at, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, True, CAUSAL
             )  # fmt: skip
+        # As if it were another place: ptxas takes what addresses it from the loop before, which may not have run.
+        q_at += unknown_zero(n)
         for _ in range(0, gl.minimum(seen_by_all, count - 1)):
             n -= BLOCK_N
             step += 1
             acc, pairs, top, total = advance(
-                part, q, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
+                part, q_at, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
             )  # fmt: skip
         release(q_empty, turn)
         p = operand(pairs, dtype, out_layout)

@@ -20,9 +20,9 @@ PREPARATIONS: tuple[Preparation, ...] = get_args(Preparation)
 LARGE = 2**24  # elements of queries above which a backward is done in halves
 JOINT = (
     (64, 64),
-    (128, 64),
     (128, 128),
-)  # widths of queries and of values that the backward in one pass takes
+)  # widths of queries and of values at which the backward in one pass was found right
+JOINT_POLAR = ((128, 64),)  # and at which it was for PoPE's, whose sums are read in halves of 64 channels
 FLASH_UNEQUAL = ((128, 64), (192, 96), (256, 128))  # widths of queries and of values: PoPE's
 
 
@@ -67,7 +67,8 @@ def separable(
     q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
     q2, k2, rotated = q, k, (q.new_empty(0), q.new_empty(0))
     placed = any(x is not None for x in (q_index, q_segment, k_index, k_segment))
-    if body == "triton" and not placed and window is None and slopes is None and q.shape[2] <= k.shape[2]:
+    seen = q.shape[2] <= k.shape[2] or not causal  # every query sees a key
+    if body == "triton" and not placed and window is None and slopes is None and seen:
         widths = {"qk": q.shape[3] * (1 if preparation in ("none", "rope") else 2), "v": v.shape[3]}
         body = launch("separable.triton.forward", q, **widths, length=k.shape[2])["body"]
     if body == "hopper":
@@ -176,7 +177,9 @@ def separable_backward(
     whole = not polar or widths["qk"] == block_width(widths["qk"])
     simple = q.shape[2] == k.shape[2] and window is None and slopes is None and not placed and whole
     chosen = launch(f"separable.{body}.backward", q, **widths, length=k.shape[2])["body"] if simple else body
-    if chosen == "joint" and not (causal and (widths["qk"], widths["v"]) in JOINT):
+    if chosen == "joint" and not (
+        causal and (widths["qk"], widths["v"]) in (JOINT_POLAR if polar else JOINT)
+    ):
         chosen = "triton"
 
     view = {"scale": scale, "causal": causal}
