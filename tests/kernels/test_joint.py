@@ -30,7 +30,18 @@ def made(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("case", [Case(20, 20, causal=False), Case(20, 20), Case(20, 30)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(20, 20, causal=False),
+        Case(20, 20),
+        Case(20, 30),
+        Case(20, 20, 32, 64, preparation="softplus"),
+        Case(20, 20, 64, 128, preparation="softplus"),
+        Case(20, 20, 128, 64, preparation="rope"),
+    ],
+    ids=str,
+)
 def test_what_the_one_pass_does_not_serve_goes_another_way(case, made):
     holds(case)
     assert made == []

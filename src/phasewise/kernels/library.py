@@ -18,11 +18,8 @@ Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
 BODIES: tuple[Body, ...] = get_args(Body)
 PREPARATIONS: tuple[Preparation, ...] = get_args(Preparation)
 LARGE = 2**24  # elements of queries above which a backward is done in halves
-JOINT = (
-    (64, 64),
-    (128, 128),
-)  # widths of queries and of values at which the backward in one pass was found right
-JOINT_POLAR = ((128, 64),)  # and at which it was for PoPE's, whose sums are read in halves of 64 channels
+JOINT = ((64, 64), (128, 128))  # widths of queries and of values that the backward in one pass takes
+JOINT_POLAR = ((128, 64),)  # those of PoPE's expanded queries, whose sums are read by 64 channels
 FLASH_UNEQUAL = ((128, 64), (192, 96), (256, 128))  # widths of queries and of values: PoPE's
 
 
@@ -177,9 +174,8 @@ def separable_backward(
     whole = not polar or widths["qk"] == block_width(widths["qk"])
     simple = q.shape[2] == k.shape[2] and window is None and slopes is None and not placed and whole
     chosen = launch(f"separable.{body}.backward", q, **widths, length=k.shape[2])["body"] if simple else body
-    if chosen == "joint" and not (
-        causal and (widths["qk"], widths["v"]) in (JOINT_POLAR if polar else JOINT)
-    ):
+    served = JOINT_POLAR if polar else JOINT
+    if chosen == "joint" and not (causal and (widths["qk"], widths["v"]) in served):
         chosen = "triton"
 
     view = {"scale": scale, "causal": causal}
