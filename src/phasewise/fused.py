@@ -25,6 +25,7 @@ from phasewise.positions import Positions
 
 Body = Literal["flash", "cudnn", "triton"]
 BODIES: dict[str, Body] = {name: name for name in get_args(Body)}
+SMALLEST, GREATEST = 1e-20, 1e20  # scales with which -1e30, a hidden key's score, is below all others
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
         return f"there is no fused kernel for {type(encoding).__name__}"
     if call.axes > 1 and call.causal:
         return f"the fused kernels order one axis, and the positions are on {call.axes}"
-    if call.scale is not None and call.scale <= 0:
-        return f"the fused kernels take a positive scale, not {call.scale}"
+    if not _scale_serves(call):
+        return f"the fused kernels take a positive scale from {SMALLEST} to {GREATEST}, not {call.scale}"
     if isinstance(encoding, TAPA):
         if body == "cudnn":
             return "cudnn takes separable scores, and TAPA's are not; flash and triton take them"
@@ -125,6 +126,10 @@ def obstacle(call: Call, body: Body, hardware: Hardware) -> str | None:
     )
 
 
+def _scale_serves(call: Call) -> bool:
+    return call.scale is None or SMALLEST <= call.scale <= GREATEST
+
+
 def bodies(call: Call, hardware: Hardware) -> list[Body]:
     """The fused kernels in the order in which auto tries them: rows of the launch table, as measured."""
     kernel = "tapa.forward.body" if isinstance(call.encoding, TAPA) else "separable.forward.body"
@@ -155,8 +160,8 @@ def decode_obstacle(call: Call, hardware: Hardware) -> str | None:
         return f"there is no fused kernel for {type(encoding).__name__}"
     if call.axes > 1:
         return f"decoding takes positions on one axis, not on {call.axes}"
-    if call.scale is not None and call.scale <= 0:
-        return f"decoding takes a positive scale, not {call.scale}"
+    if not _scale_serves(call):
+        return f"decoding takes a positive scale from {SMALLEST} to {GREATEST}, not {call.scale}"
     learned = (call.q, call.k, call.v, *encoding.parameters())
     if torch.is_grad_enabled() and any(x.requires_grad for x in learned):
         return "decoding has no gradient, and one is asked for"

@@ -204,6 +204,8 @@ def test_more_rows_than_a_grid_axis_holds_go_to_triton():
         ("sdpa", "tapa", HOPPER, {}, "do not separate"),
         ("sdpa", "rope", HOPPER, {"return_lse": True}, "log-sum-exp"),
         ("triton", "rope", HOPPER, {"scale": -1.0}, "positive scale"),
+        ("triton", "rope", HOPPER, {"scale": 1e-30}, "from 1e-20 to 1e"),
+        ("flash", "tapa", HOPPER, {"scale": 1e30}, "from 1e-20 to 1e"),
         ("fused", "rope", HOPPER, {}, "reference, sdpa, triton, flash, cudnn"),
     ],
 )
