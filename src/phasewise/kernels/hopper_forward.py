@@ -406,7 +406,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> t
     meta = launch("separable.hopper.forward", q, qk=width, v=value_width, length=keys)
     block_e, block_n, tile = block_width(width), meta.pop("BLOCK_N"), 64 * meta["PARTS"]
     tiles, group = ceil_div(queries, tile), heads // k.shape[1]
-    together = max(1, CACHE // (keys * (width + value_width) * q.element_size())) * group
+    held = max(1, CACHE // (keys * (width + value_width) * q.element_size()))
+    together = min(held * group, rows * heads)
     out = expanded_like(q, value_width)
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
     drawn = torch.zeros(1, dtype=torch.int32, device=q.device)
