@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from phasewise import TAPA, ALiBi, NoPE, PoPE, Positions, RoPE, RoPEConfig, attention
+from phasewise import TAPA, ALiBi, NoPE, PoPE, Positions, RoPE, RoPEConfig, attention, choose
 
 STRETCHED = {"kind": "yarn", "base": 1e4, "factor": 2.0, "original_length": 4}
 
@@ -45,6 +45,7 @@ def tensors(dtype=torch.float32):
         ({"causal": "no"}, "True or False, but is 'no'"),
         ({"causal": None}, "True or False, but is None"),
         ({"q": torch.zeros(1, 2, 3, 8).to_sparse()}, "q is torch.sparse_coo, and attention takes dense"),
+        ({"q": torch.zeros(1, 2, 1, 8), "k_at": Positions.arange(2)}, "k_at places 1 x 2 tokens"),
         ({"encoding": PoPE(num_heads=2, head_dim=8).to("meta")}, r"phase is on meta.*encoding.to\('cpu'\)"),
     ],
 )
@@ -53,6 +54,17 @@ def test_what_does_not_fit_is_named(change, message):
     given = {"q": q, "k": k, "v": v, "encoding": RoPE(head_dim=8)} | change
     with pytest.raises(ValueError, match=message):
         attention(given.pop("q"), given.pop("k"), given.pop("v"), given.pop("encoding"), **given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_not_dense():
+    with pytest.raises(ValueError, match="q is nested, and attention takes dense"):
+        attention(torch.nested.nested_tensor([torch.zeros(2, 3, 8)]), *tensors()[1:], NoPE())
+
+
+def test_hardware_is_no_name():
+    with pytest.raises(ValueError, match="hardware must be Hardware, but is 'cuda'"):
+        choose(*tensors(), NoPE(), hardware="cuda")
 
 
 @pytest.mark.parametrize(
@@ -77,9 +89,12 @@ def test_numbers_of_numpy_are_numbers(number):
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])
 @pytest.mark.parametrize(("batch", "length"), [(0, 3), (1, 0)])
-def test_an_empty_call_gives_an_empty_output(impl, batch, length):
+def test_an_empty_call_gives_an_empty_output_and_gradients_of_zero(impl, batch, length):
     q, k, v = (torch.zeros(batch, 2, size, 8) for size in (length, 3, 3))
-    assert attention(q, k, v, RoPE(head_dim=8), impl=impl).shape == (batch, 2, length, 8)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(q, k, v, RoPE(head_dim=8), impl=impl)
+    assert out.shape == (batch, 2, length, 8)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), inputs))
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,8 @@ def choose(
     >>> choose(q, q, q, TAPA(head_dim=16)).impl
     'reference'
     """
+    if not isinstance(hardware, Hardware | None):
+        raise ValueError(f"hardware must be Hardware, but is {hardware!r}; use Hardware('cuda', (9, 0))")
     call = _validate(q, k, v, encoding, q_at, k_at, causal=causal, window=window, scale=scale)
     return _choose(call, impl, return_lse, Hardware.of(q) if hardware is None else hardware)
 
@@ -305,13 +307,14 @@ def _validate(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, but is {type(x).__name__}; use torch.as_tensor")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must be [batch, heads, length, width], but has shape {tuple(x.shape)}")
-        if x.layout != torch.strided:
+        if x.is_nested or x.layout != torch.strided:
+            kind = "nested" if x.is_nested else x.layout
             raise ValueError(
-                f"{name} is {x.layout}, and attention takes dense tensors; pad it, or lay documents end to end "
+                f"{name} is {kind}, and attention takes dense tensors; pad it, or lay documents end to end "
                 "and give their places (Positions.packed)"
             )
+        if x.ndim != 4:
+            raise ValueError(f"{name} must be [batch, heads, length, width], but has shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} is {x.dtype}; attention takes float16, bfloat16, float32 and float64")
         if x.dtype != q.dtype or x.device != q.device:
@@ -354,9 +357,9 @@ def _validate(
         check_window(window, axes=1)
         encoding.check(heads, width, axes=1)
         return Call(q, k, v, encoding, None, causal, window, scale)
-    if q_at is None:
-        q_at = k_at if length == keys else k_at.narrow(keys - length, length)
-    for name, at, count in (("q_at", q_at, length), ("k_at", k_at, keys)):
+    for name, at, count in (("k_at", k_at, keys), ("q_at", q_at, length)):
+        if at is None:
+            continue
         if at.length != count or at.batch not in (1, batch):
             raise ValueError(
                 f"{name} places {at.batch} x {at.length} tokens, but the tensors hold {batch} x {count}; "
@@ -364,6 +367,8 @@ def _validate(
             )
         if at.device != q.device:
             raise ValueError(f"{name} is on {at.device}, but q is on {q.device}; use {name}.to(q.device)")
+    if q_at is None:
+        q_at = k_at if length == keys else k_at.narrow(keys - length, length)
     check_view(q_at, k_at, window)
     encoding.check(heads, width, q_at.axes)
     return Call(q, k, v, encoding, (q_at, k_at), causal, window, scale)

@@ -35,7 +35,8 @@ def reference(
     dtype = working_dtype(q.dtype)
     if 0 in (batch, length, k.shape[2]):
         empty = torch.full((batch, heads, length), EMPTY_LSE, dtype=dtype, device=q.device)
-        return v.new_zeros(batch, heads, length, v.shape[-1]), empty
+        nothing = q[:0].sum() + k[:0].sum() + v[:0].sum()  # 0, with gradients of 0
+        return v.new_zeros(batch, heads, length, v.shape[-1]) + nothing, empty
 
     def block(q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
         at = q_at.narrow(start, q.shape[2])
