@@ -135,12 +135,13 @@ def unknown_zero(step):
 
 @gluon.jit
 def tile_gradients(
-    step, strength, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j, i, scale_log2, table_ptr,
-    FAR: gl.constexpr, Q_A_LAYOUT: gl.constexpr, Q_P_LAYOUT: gl.constexpr,
+    step, held, strength, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j, i, scale_log2,
+    table_ptr, FAR: gl.constexpr, Q_A_LAYOUT: gl.constexpr, Q_P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the queries i to the gradients by k_A, k_P and v of the keys j; hands on theirs by q_A and q_P.
 
-    strength: the powers of this tile; returns the next one's, loaded while the tensor cores work.
+    held: k_A and k_P in registers, where they fit. strength: the powers of this tile; returns the next one's, loaded
+    while the tensor cores work.
     """
     zero = unknown_zero(step)
     k_a = tile_in(key_buffers[0], zero)
@@ -161,8 +162,12 @@ def tile_gradients(
     q_p = tile_in(buffers[1], stage)
     above = tile_in(buffers[2], stage)
     mbarrier.wait(full.index(stage), step // STAGES & 1)
-    amplitude = warpgroup_mma(k_a, q_a.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    phase = warpgroup_mma(k_p, q_p.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if BLOCK_M < 64:
+        amplitude = warpgroup_mma(k_a, q_a.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        phase = warpgroup_mma(k_p, q_p.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    else:
+        amplitude = warpgroup_mma(held[0], q_a.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        phase = warpgroup_mma(held[1], q_p.permute([1, 0]), zeros, use_acc=False, is_async=True)
     upstream = warpgroup_mma(values, above.permute([1, 0]), zeros, use_acc=False, is_async=True)
     RUNNING: gl.constexpr = 1 if BLOCK_M < 64 else 0  # with 64 queries the third product beside is no gain
     amplitude, phase = warpgroup_mma_wait(RUNNING, [amplitude, phase])
@@ -250,17 +255,21 @@ def key_gradients(
     by_v = gl.zeros([BLOCK_N, V], gl.float32, layout=BY_V)
     scale_log2 = scale * LOG2E
     mbarrier.wait(loaded, 0)
+    held = ()
+    if BLOCK_M >= 64:
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+        held = (tile_in(key_buffers[0], 0).load(OPERAND), tile_in(key_buffers[1], 0).load(OPERAND))
     for member in range(GROUP):
         strength = strengths(table_ptr, j, i)
         for t in range(0, near):
             strength, by_k_a, by_k_p, by_v = tile_gradients(
-                member * count + t, strength, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j,
-                i + t * BLOCK_M, scale_log2, table_ptr, False, Q_A, Q_P,
+                member * count + t, held, strength, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers,
+                j, i + t * BLOCK_M, scale_log2, table_ptr, False, Q_A, Q_P,
             )  # fmt: skip
         for t in range(near, count):
             strength, by_k_a, by_k_p, by_v = tile_gradients(
-                member * count + t, strength, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers, j,
-                i + t * BLOCK_M, scale_log2, table_ptr, True, Q_A, Q_P,
+                member * count + t, held, strength, by_k_a, by_k_p, by_v, key_buffers, buffers, scores, grads, barriers,
+                j, i + t * BLOCK_M, scale_log2, table_ptr, True, Q_A, Q_P,
             )  # fmt: skip
     store_rows(grad_k_ptr, k_strides, batch, group, first_n, 0, S, by_k_a, scale)
     store_rows(grad_k_ptr, k_strides, batch, group, first_n, A, S, by_k_p, -scale)
