@@ -399,7 +399,7 @@ def forward_kernel(
 def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Output `[B, H, T, D]`, stored place by place, and float32 log-sum-exp `[B, H, T]`.
 
-    q is `[B, H, T, E]`, k `[B, H / group, S, E]`, v `[B, H / group, S, D]`, T up to S, any strides.
+    q is `[B, H, T, E]`, k `[B, H / group, S, E]`, v `[B, H / group, S, D]`, any strides; T up to S where causal.
     """
     rows, heads, queries, width = q.shape
     keys, value_width = k.shape[2], v.shape[3]

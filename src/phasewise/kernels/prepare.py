@@ -389,17 +389,6 @@ def polar(
     return q2, k2
 
 
-def polar_keys(k: Tensor, angle: Tensor, kind: str) -> Tensor:
-    """What `polar` makes of keys, alone."""
-    width = k.shape[3]
-    k2, block_d = expanded_like(k, 2 * width), power_of_two(width)
-    grid, (*arguments, _), meta = _pair(k, k, k2, k2, angle, angle, block_d)
-    polar_kernel[(grid[0] // 2,)](
-        *arguments, 0, None, width, KIND=kind, PHASE=False, FAST=fast(k), BLOCK_D=block_d, **meta
-    )
-    return k2
-
-
 def phase_sums(x: Tensor, places: int | None = None) -> Tensor:
     """Uninitialised float32 `[B, tiles, H, D]`: what is left of the gradient of x's phases, by tiles of so many places.
 
