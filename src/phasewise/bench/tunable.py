@@ -25,19 +25,21 @@ TOKENS, HEADS, JUDGED = 32_768, 16, 2  # JUDGED heads of the first row are held 
 TILED, SMALL = 4096, 2048  # lengths that tiles, and few queries, are measured at
 Meta = Mapping[str, Any]
 Tensors = tuple[Tensor, ...]
-TILES = {"BLOCK_M": (32, 64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3)}
-PRODUCTS = {"num_warps": (8, 16), "num_stages": (3, 4)}
+WARPS = {"num_warps": (4, 8), "num_stages": (2, 3)}
+OF_QUERIES = {"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), **WARPS}
+OF_KEYS = {"BLOCK_M": (32, 64), "BLOCK_N": (64, 128), **WARPS}
+PRODUCTS = {"together": (4, 8, 16), "num_warps": (8, 16), "num_stages": (3, 4)}
 GRIDS: Mapping[str, Mapping[str, tuple]] = {
-    "separable.forward": TILES,
+    "separable.forward": OF_QUERIES,
     "separable.hopper.forward": {"BLOCK_N": (64, 80, 96, 112, 128), "PARTS": (2, 3), "K_STAGES": (2, 3)},
-    "separable.query_grad": TILES,
-    "separable.key_grad": TILES,
+    "separable.query_grad": OF_QUERIES,
+    "separable.key_grad": OF_KEYS,
     "separable.score_grad": {"together": (4, 8, 16)},
-    "separable.query_product": {"BLOCK_N": (32, 64), "together": (4, 8, 16), **PRODUCTS},
-    "separable.key_product": {"BLOCK_M": (32, 64), "together": (4, 8, 16), **PRODUCTS},
-    "tapa.forward": TILES,
-    "tapa.query_grad": TILES,
-    "tapa.key_grad": TILES,
+    "separable.query_product": {"BLOCK_N": (32, 64), **PRODUCTS},
+    "separable.key_product": {"BLOCK_M": (32, 64), **PRODUCTS},
+    "tapa.forward": OF_QUERIES,
+    "tapa.query_grad": OF_QUERIES,
+    "tapa.key_grad": OF_KEYS,
     "tapa.joint": {"BLOCK_M": (32, 64), "STAGES": (2, 3), "maxnreg": (128, 168)},
     "tapa.flash.forward": {"tile_m": (128, 192), "tile_n": (64, 96, 128), "turn": (0.3, 0.5)},
     "separable.flash.ahead": {"programs": (0, 24, 32, 44, 60)},
