@@ -84,6 +84,15 @@ class Subject:
     def name(self) -> str:
         return f"{self.kernel} {self.qk} {self.v}"
 
+    @property
+    def known(self) -> bool:
+        """Whether the table has a row of some GPU for these widths, to begin with."""
+        return any(
+            row["kernel"] == self.kernel and row["device"] != "cpu" and row["dtype"] in ("bfloat16", "any")
+            and self.qk <= (row["qk"] or self.qk) and self.v <= (row["v"] or self.v)
+            for row in launch_table()["rows"]
+        )  # fmt: skip
+
     def candidates(self, present: Meta) -> list[Meta]:
         """The present row, then every other that is tried."""
         if "order" in present:
@@ -200,8 +209,7 @@ def stages(widths: Sequence[int], lengths: Sequence[int]) -> list[list[Subject]]
         tiles += family.tiles()
         bodies += family.bodies()
         orders.append(family.order())
-    present = {row["kernel"] for row in launch_table()["rows"]}
-    return [[s for s in stage if s.kernel in present] for stage in (tiles, bodies, orders)]
+    return [[subject for subject in stage if subject.known] for stage in (tiles, bodies, orders)]
 
 
 @dataclass(frozen=True)
