@@ -1,11 +1,12 @@
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from phasewise import record as module
-from phasewise.record import commit, record
+from phasewise.record import commit, ready, record
 
 
 def git(folder, *arguments):
@@ -54,6 +55,15 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, mon
         record(path, recipe={}, values={})
     assert [file.name for file in tmp_path.iterdir()] == ["row.json"]
     assert path.read_text() == "old"
+
+
+def test_a_place_that_takes_no_record_is_known_before_the_work(tmp_path):
+    ready(tmp_path / "new" / "found.json")
+    assert list((tmp_path / "new").iterdir()) == []
+    with pytest.raises(IsADirectoryError):
+        ready(tmp_path)
+    with pytest.raises(OSError, match="not-there"):
+        ready(Path("/proc/not-there/found.json"))
 
 
 def test_a_clean_checkout_gives_its_commit_and_an_edit_makes_it_dirty(checkout):

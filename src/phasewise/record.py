@@ -1,5 +1,6 @@
 """A measured number's birth certificate: one JSON file with what was measured, from what, on what."""
 
+import errno
 import json
 import os
 import platform
@@ -89,16 +90,37 @@ def versions() -> dict[str, str]:
     return found
 
 
+def ready(path: Path) -> None:
+    """Make the folder of a file that will be written, and make sure before long work that it can be.
+
+    Raises OSError where it cannot.
+
+    >>> ready(Path("results/timing.json"))
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = _beside(path)
+    try:
+        beside.write_text("room for a few bytes")
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to; it becomes `path` if the block succeeds, and else goes away."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = _beside(path)
     try:
         yield unfinished
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

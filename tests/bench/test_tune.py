@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +119,59 @@ def test_a_choice_is_written_for_this_device_by_lengths_and_tuning_goes_on_where
     assert set(asked) == {another.name}
 
 
+def test_what_was_decided_at_other_lengths_is_measured_anew(pretended, copied, tmp_path):
+    subject, asked = pretended
+    journal = tmp_path / "tune.json"
+    tune.tune(lambda: [[subject]], journal)
+    record = json.loads(journal.read_text())
+    times = record["values"]["subjects"][subject.name]
+    record["values"]["subjects"][subject.name] = [time for time in times if time["length"] == 2048]
+    record["values"]["complete"] = False
+    journal.write_text(json.dumps(record))
+    asked.clear()
+    tune.tune(lambda: [[subject]], journal)
+    assert asked == [subject.name]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"values": {"loss": 1.0}, "recipe": {}}', "\0"])
+def test_a_journal_that_is_none_is_left_alone_and_named(text, pretended, copied, tmp_path):
+    journal = tmp_path / "tune.json"
+    journal.write_text(text)
+    with pytest.raises(ValueError, match=r"tune.json holds no times of a tuning.*move it"):
+        tune.tune(lambda: [[pretended[0]]], journal)
+    assert journal.read_text() == text
+
+
+def test_a_part_of_no_kernels_name_is_named(pretended, copied, tmp_path):
+    with pytest.raises(ValueError, match=r"no row.*'flesh'.*separable\.flash\.backward"):
+        tune.tune(lambda: [[pretended[0]]], tmp_path / "tune.json", only=["flesh"])
+
+
+def test_one_tuning_at_a_time_rewrites_a_table(pretended, copied, tmp_path):
+    subject, asked = pretended
+
+    def another():
+        with pytest.raises(ValueError, match=r"another tuning.*launch\.json"):
+            tune.tune(lambda: [[subject]], tmp_path / "another.json")
+        return [[subject]]
+
+    tune.tune(another, tmp_path / "tune.json")
+    assert asked == [subject.name]
+
+
+def test_a_table_or_journal_that_cannot_be_written_is_known_before_anything_is_measured(
+    pretended, copied, tmp_path, monkeypatch
+):
+    subject, asked = pretended
+    with pytest.raises(OSError, match="proc"):
+        tune.tune(lambda: [[subject]], Path("/proc/tune.json"))
+    full = copied.rename(copied.with_name("x" * 250))  # beside which no longer name fits
+    monkeypatch.setattr(table, "PATH", full)
+    with pytest.raises(OSError, match="too long"):
+        tune.tune(lambda: [[subject]], tmp_path / "tune.json")
+    assert asked == []
+
+
 def test_the_fastest_few_meet_the_present_row_and_a_stage_knows_what_the_one_before_wrote(
     monkeypatch, copied, tmp_path
 ):
@@ -135,9 +189,7 @@ def test_the_fastest_few_meet_the_present_row_and_a_stage_knows_what_the_one_bef
     tried = tuple({"num_warps": n} for n in (7, 6, 5, 3, 2, 1, 8))
     tiles = Subject("tapa.forward", 64, 64, (4096,), lambda _: Trial(tuple, tuple), tried)
     again = replace(tiles, settings=({"num_warps": 3},))
-    (written, _) = tune.tune(
-        lambda: [[tiles], [again]], tmp_path / "tune.json"
-    )
+    (written, _) = tune.tune(lambda: [[tiles], [again]], tmp_path / "tune.json")
     assert written["meta"]["num_warps"] == 1
     finals = [[meta["num_warps"] for meta in task.metas] for task in given if task.final]
     assert finals == [[4, 1, 2, 3], [1, 3]]

@@ -39,3 +39,19 @@ def test_a_process_serves_many_tasks_and_tasks_may_be_added_meanwhile():
             tasks.append(task + 1)
     assert [task for task, _ in served] == [1, 2, 3]
     assert len({process for _, process in served}) == 1
+
+
+def test_a_process_that_ended_while_it_had_no_task_is_replaced():
+    tasks = deque(["first"])
+    for task, (_, process) in outcomes(work, tasks, processes=1, seconds=60):
+        if task == "first":
+            os.kill(process, signal.SIGKILL)
+            while os.path.exists(f"/proc/{process}") and "zombie" not in status(process):
+                time.sleep(0.01)
+            tasks.append("second")
+    assert task == "second"
+
+
+def status(process):
+    with open(f"/proc/{process}/status") as file:
+        return file.read()

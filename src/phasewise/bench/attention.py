@@ -20,7 +20,7 @@ from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
 from phasewise.bench.tunable import stages
 from phasewise.bench.tune import tune
 from phasewise.positions import Positions
-from phasewise.record import record
+from phasewise.record import ready, record
 from phasewise.reference import reference
 
 TOKENS = 32_768
@@ -155,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for length in options.lengths:
         if not 1 <= length <= TOKENS:
             raise ValueError(f"lengths must be from 1 to the {TOKENS} tokens of a measurement, not {length}")
+    ready(options.out)
     if options.tune is not None:
         journal = options.out.with_name(f"{options.out.stem}-tune.json")
         tune(partial(stages, options.widths, options.lengths), journal, only=options.tune or [""])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phasewise.attention import attention
 from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
-from phasewise.record import record
+from phasewise.record import ready, record
 
 SEED = 0
 HEADS, HEAD_DIM, LENGTH = 8, 64, 2048
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="phasewise bench cpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the records")
     out = parser.parse_args(arguments).out
+    ready(out / "attention.json")
     for name, measure in (("attention", attention_times), ("reference-memory", reference_memory)):
         recipe, values = measure()
         record(out / f"{name}.json", recipe=recipe, values=values)

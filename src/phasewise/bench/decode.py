@@ -28,7 +28,7 @@ from phasewise.fused import Call, Hardware, bodies, fused, obstacle
 from phasewise.kernels import separable
 from phasewise.kernels.table import Row
 from phasewise.positions import Positions
-from phasewise.record import record
+from phasewise.record import ready, record
 from phasewise.reference import reference
 
 ROWS, HEADS, KEY_HEADS = 8, 32, 8
@@ -165,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             "decoding is measured on a CUDA device and there is none; `phasewise bench cpu` needs none"
         )
+    ready(options.out)
     tuned: list[Row] = []
     if options.tune:
         stages = partial(tunable, options.tune, options.widths, max(options.keys))

@@ -25,7 +25,8 @@ from phasewise.bench.tunable import HEADS, TOKENS, Meta, Subject, Trial
 from phasewise.bench.workers import Lost, outcomes
 from phasewise.kernels import table
 from phasewise.kernels.table import Row
-from phasewise.record import certified, record, replacing
+from phasewise.lock import hold
+from phasewise.record import certified, ready, record, replacing
 
 GAIN = 0.02  # by which another row must be faster than the present one
 WORST = 0.01  # relative error of a right result; bf16 operands cost 0.2 to 0.5 %
@@ -164,21 +165,43 @@ def tune(stages: Stages, journal: Path, *, only: Sequence[str] = ("",)) -> list[
     these versions and at this commit, tuning goes on.
 
     Returns the rows written, of this device alone; each family of rows is written whole, when it is decided. Raises
-    ValueError without a CUDA device.
+    ValueError without a CUDA device, for a part of no name, a journal that is none, and beside another tuning.
     """
     if not torch.cuda.is_available():
         raise ValueError("tuning measures a CUDA device and there is none")
-    decided = Decided.resumed(journal)
+    with sole_writer(), tempfile.TemporaryDirectory() as folder:
+        ready(journal)
+        decided, subjects = Decided.resumed(journal), stages()
+        names = {subject.name for stage in subjects for subject in stage}
+        for part in only:
+            if not any(part in name for name in names):
+                raise ValueError(
+                    f"no row of the launch table has {part!r} in its name: {', '.join(sorted(names))}"
+                )
 
-    def wanted(subject: Subject) -> bool:
-        return subject.name not in decided.values and any(part in subject.name for part in only)
+        def wanted(subject: Subject) -> bool:
+            return not decided.has(subject) and any(part in subject.name for part in only)
 
-    with tempfile.TemporaryDirectory() as folder:
         work = Work(stages, os.path.join(folder, "turn"))
-        for subject, metas, results in measured(work, [list(filter(wanted, stage)) for stage in stages()]):
+        for subject, metas, results in measured(work, [list(filter(wanted, stage)) for stage in subjects]):
             decided.add(subject, metas, results)
-    decided.keep(complete=True)
+        decided.keep(complete=True)
     return decided.rows
+
+
+@contextmanager
+def sole_writer() -> Iterator[None]:
+    """Hold the launch table's folder, and make sure that the table can be replaced.
+
+    Raises ValueError where another tuning holds it, OSError where it is read-only.
+    """
+    ready(table.PATH)
+    folder = os.open(table.PATH.parent, os.O_RDONLY)
+    try:
+        hold(folder, f"another tuning rewrites {table.PATH}; wait for its end")
+        yield
+    finally:
+        os.close(folder)
 
 
 @dataclass
@@ -268,12 +291,24 @@ class Decided:
     def resumed(cls, journal: Path) -> "Decided":
         """From the record of a tuning that was interrupted here, when there is one."""
         if journal.exists():
-            known = json.loads(journal.read_text())
-            now = certified(recipe=known["recipe"], values=known["values"], device="cuda")
-            same = all(known[name] == now[name] for name in ("device", "versions", "commit"))
-            if same and not known["values"]["complete"]:
-                return cls(journal, known["values"]["subjects"], known["values"]["rows"])
+            try:
+                known = json.loads(journal.read_text())
+                values, rows = known["values"]["subjects"], known["values"]["rows"]
+                goes_on = not known["values"]["complete"]
+                made = [known[name] for name in ("device", "versions", "commit")]
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{journal} holds no times of a tuning; move it, or choose another --out"
+                ) from error
+            now = certified(recipe={}, values={}, device="cuda")
+            if goes_on and made == [now[name] for name in ("device", "versions", "commit")]:
+                return cls(journal, values, rows)
         return cls(journal, {}, [])
+
+    def has(self, subject: Subject) -> bool:
+        """Whether a subject was measured at its lengths."""
+        times = self.values.get(subject.name, [])
+        return {time["length"] for time in times} == set(subject.lengths)
 
     def add(self, subject: Subject, metas: list[Meta], results: Results) -> None:
         """Decide a subject, write its rows if it changes, and the record."""

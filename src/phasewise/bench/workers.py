@@ -54,7 +54,7 @@ def outcomes(
     try:
         while tasks or busy:
             while tasks and len(busy) < processes:
-                worker = free.pop() if free else _started(context, work)
+                worker = _alive(free) or _started(context, work)
                 worker.give(tasks.popleft(), seconds)
                 busy.append(worker)
             first = min(worker.deadline for worker in busy)
@@ -72,6 +72,16 @@ def outcomes(
     finally:
         for worker in [*free, *busy]:
             worker.end()
+
+
+def _alive(free: list[_Worker]) -> _Worker | None:
+    """The last that still runs; those that ended without a task go."""
+    while free:
+        worker = free.pop()
+        if worker.process.is_alive():
+            return worker
+        worker.end()
+    return None
 
 
 def _started(context: Any, work: Callable[[Any], Any]) -> _Worker:
