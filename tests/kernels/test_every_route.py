@@ -249,8 +249,10 @@ def test_strides_and_beginnings_of_memory_do_not_matter(name, impl):
     ]
     dense = [x.contiguous() for x in (q, k, v, dout)]
     assert all(torch.equal(*pair) for pair in zip(spread, dense, strict=True))
-    results = (trained(tensors, encoding, impl) for tensors in (spread, dense))
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    # A GPU's compiler adds up channels that lie apart in another order.
+    rounding = torch.finfo(HALF).eps if GPU else 0.0
+    for ours, right in zip(*(trained(tensors, encoding, impl) for tensors in (spread, dense)), strict=True):
+        assert (ours.float() - right.float()).norm() <= rounding * right.float().norm()
 
 
 @pytest.mark.parametrize("impl", sorted({impl for name, impl in ROUTES if name == "rope"}))
