@@ -72,7 +72,15 @@ def test_an_order_changes_only_where_a_body_is_faster_by_more_than_the_gain():
     assert tune.decision(bodies, [1.0, 1.2, 1.19], before) == before
     assert tune.decision(bodies, [1.0, 1.2, 1.1], before)["order"] == ["flash", "triton", "cudnn"]
     refused = tune.Refused("not installed")
-    assert tune.decision(bodies, [refused, 1.2, 1.1], before)["order"] == ["triton", "cudnn", "flash"]
+    assert tune.decision(bodies, [refused, 1.2, 1.1], before)["order"] == ["flash", "triton", "cudnn"]
+
+
+def test_what_could_not_be_tried_here_is_not_decided():
+    refused = tune.Refused("not installed")
+    bodies = [{"body": "flash"}, {"body": "triton"}]
+    assert tune.decision(bodies, [refused, 1.0], bodies[0]) == bodies[0]
+    tiles = [{"BLOCK_M": 128}, {"BLOCK_M": 64}]
+    assert tune.decision(tiles, [refused, 1.0], tiles[0]) == tiles[1]
 
 
 @pytest.fixture

@@ -353,20 +353,28 @@ def decision(metas: Sequence[Meta], results: Sequence[Result], before: Meta) -> 
         return before
     if "order" in before:
         took = {meta["order"][0]: x for x, meta in timed}
-        order: list[str] = []
-        for body in before["order"]:
-            place = len(order)
-            while (
-                place > 0
-                and body in took
-                and took[body] < (1 - GAIN) * took.get(order[place - 1], float("inf"))
-            ):
-                place -= 1
-            order.insert(place, body)
-        return {"order": order}
+        return {"order": reordered(before["order"], took)}
     took, fastest = min(timed, key=lambda x: x[0])
     known = next((x for x, meta in timed if meta == before), None)
+    if known is None and "body" in before:
+        return before  # of a package that is not installed here, perhaps
     return fastest if known is None or took < (1 - GAIN) * known else before
+
+
+def reordered(before: Sequence[str], took: Mapping[str, float]) -> list[str]:
+    """Bodies in the order of their times; those without one, as what is not installed here, keep their places.
+
+    >>> reordered(["a", "b", "c"], {"b": 1.0, "c": 0.9})
+    ['a', 'c', 'b']
+    """
+    order: list[str] = []
+    for body in filter(took.__contains__, before):
+        place = len(order)
+        while place > 0 and took[body] < (1 - GAIN) * took[order[place - 1]]:
+            place -= 1
+        order.insert(place, body)
+    measured = iter(order)
+    return [next(measured) if body in took else body for body in before]
 
 
 def buckets(after: Mapping[int, Meta]) -> Iterator[tuple[int | None, Meta]]:
