@@ -8,9 +8,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
+from phasewise import NoPE, choose
 from phasewise.bench import tune
 from phasewise.bench.decode import tunable as decoding
 from phasewise.bench.tunable import Subject, Trial, stages
+from phasewise.fused import Hardware
 from phasewise.kernels import table
 
 GPU = torch.cuda.is_available()
@@ -42,6 +44,22 @@ def test_rows_take_the_place_of_their_family_and_nothing_else_changes(copied):
     after = json.loads(copied.read_text())
     assert after["rows"] == [*before["rows"], row(meta={"BLOCK_M": 32})]
     assert {**after, "rows": None} == {**before, "rows": None}
+
+
+@pytest.mark.parametrize("text", ["", '{"rows": [', "[]", '{"tiles": []}'])
+def test_a_table_that_is_broken_is_named_with_the_remedy(text, copied):
+    copied.write_text(text)
+    table.reread()
+    with pytest.raises(ValueError, match=r"launch.json is no launch table.*git checkout"):
+        table.launch("tapa.forward", torch.zeros(1), qk=64, v=64, length=1)
+
+
+def test_a_body_in_an_order_that_there_is_not_is_named(copied):
+    copied.write_text(copied.read_text().replace('"flash", "cudnn"', '"flesh", "cudnn"'))
+    table.reread()
+    x = torch.empty(1, 1, 4, 16, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match=r"'flesh'.*flash, cudnn, triton"):
+        choose(x, x, x, NoPE(), hardware=Hardware("cuda", (9, 0)))
 
 
 def test_every_kernel_and_choice_of_the_table_is_measured():

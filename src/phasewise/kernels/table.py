@@ -25,7 +25,15 @@ Ranking = tuple[int | None, int | None, int | None, tuple[str, ...]]
 @functools.cache
 def launch_table() -> Mapping[str, Any]:
     """The committed launch table."""
-    return json.loads(PATH.read_text())
+    text = PATH.read_text()
+    try:
+        table = json.loads(text)
+        table["rows"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{PATH} is no launch table; git checkout or a new installation restores it"
+        ) from error
+    return table
 
 
 def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str, Any]:
