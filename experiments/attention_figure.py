@@ -85,14 +85,17 @@ def ratios(document: dict[str, Any], baselines: tuple[str, ...], without: str = 
     for encoding in ENCODINGS:
         for width in widths:
             bodies = [auto(found, document["device"], encoding, width, n, without) for n in lengths]
-            if None in bodies:
+            taken = [
+                found.get((f"{encoding} {body}", width, n), {})
+                for body, n in zip(bodies, lengths, strict=True)
+            ]
+            if not any(taken):
                 continue
-            taken = [found[f"{encoding} {body}", width, n] for body, n in zip(bodies, lengths, strict=True)]
             cells = [
-                ", ".join(f"{row[f'{kind}_to_{baseline}']:.2f}" for row in taken)
+                ", ".join(_two_places(row.get(f"{kind}_to_{baseline}")) for row in taken)
                 for kind, baseline in columns
             ]
-            names = ", ".join(map(str, dict.fromkeys(bodies)))
+            names = ", ".join(body for body in dict.fromkeys(bodies) if body is not None)
             lines.append(f"| {encoding} {names}, D = {width} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -102,23 +105,29 @@ def memory(document: dict[str, Any]) -> str:
     found = rows_of(document)
     widths, lengths = sizes_of(found)
 
-    def peak(encoding: str, width: int, length: int, without: str) -> int:
-        body = auto(found, document["device"], encoding, width, length, without)
-        return found[f"{encoding} {body}", width, length]["peak_bytes"]
+    def share(width: int, length: int, without: str) -> float | None:
+        bodies = [auto(found, document["device"], name, width, length, without) for name in ("pope", "rope")]
+        if None in bodies:
+            return None
+        pope, rope = (
+            found[f"{name} {body}", width, length]["peak_bytes"]
+            for name, body in zip(("pope", "rope"), bodies, strict=True)
+        )
+        return pope / rope
 
     lines = [
         f"| at {', '.join(map(str, lengths))} tokens | {' | '.join(f'D = {width}' for width in widths)} |",
         "|---|" + "---|" * len(widths),
     ]
     for name, without in (("with flash-attn-4", ""), ("torch alone", "flash")):
-        cells = [
-            ", ".join(
-                f"{peak('pope', width, n, without) / peak('rope', width, n, without):.2f}" for n in lengths
-            )
-            for width in widths
-        ]
+        cells = [", ".join(_two_places(share(width, n, without)) for n in lengths) for width in widths]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _two_places(number: float | None) -> str:
+    """A dash for what was not measured."""
+    return "-" if number is None else f"{number:.2f}"
 
 
 def others(documents: list[dict[str, Any]]) -> str:
@@ -144,7 +153,7 @@ def others(documents: list[dict[str, Any]]) -> str:
 def _beside(row: dict[str, Any]) -> str:
     cells = [row["width"], row["length"], row["subject"]]
     for kind in ("forward", "both"):
-        cells += [f"{row[f'{kind}_ms']['median']:.3f}", f"{row[f'{kind}_to_{BASELINE}']:.2f}"]
+        cells += [f"{row[f'{kind}_ms']['median']:.3f}", _two_places(row.get(f"{kind}_to_{BASELINE}"))]
     return "| " + " | ".join(map(str, [*cells, f"{row['peak_bytes'] / 2**20:.0f}"])) + " |"
 
 

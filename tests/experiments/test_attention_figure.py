@@ -65,6 +65,20 @@ def test_memory_is_popes_over_ropes_by_what_auto_takes():
     ]
 
 
+def test_what_a_run_that_was_cut_short_did_not_measure_is_a_dash():
+    document = side_by_side()
+    rows = document["values"]["times"]
+    rows += [{**row, "length": 8192} for row in rows if row["subject"] == "rope flash"]
+    assert ratios(document, ("flash-attn-4",)).splitlines()[2:] == [
+        "| rope flash, D = 64 | 1.75, 1.75 | 1.75, 1.75 |",
+        "| pope flash, D = 64 | 1.00, - | 1.00, - |",
+    ]
+    assert memory(document).splitlines()[2:] == [
+        "| with flash-attn-4 | 1.60, - |",
+        "| torch alone | 1.75, - |",
+    ]
+
+
 def test_other_peoples_ways_stand_beside_ours():
     lines = others([record(), side_by_side()]).splitlines()
     assert lines[2:4] == [
