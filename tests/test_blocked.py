@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from phasewise.blocked import causal_blocked
 
@@ -57,6 +58,21 @@ def test_inputs_stay_as_they_were_and_no_unwritten_memory_shows():
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
+def test_derivatives_that_do_not_pass_through_it_are_refused_with_the_remedy():
+    q, k, v = inputs(2, 140, 6, 4)
+    remedy = r"blocks of queries.*impl='reference'"
+    with pytest.raises(RuntimeError, match=remedy):
+        torch.func.jvp(lambda x: causal_blocked(x, k, v, SCALE), (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=remedy):
+        causal_blocked(q, k, forward_ad.make_dual(v, v.detach()), SCALE)
+    with pytest.raises(RuntimeError, match=remedy):
+        torch.func.grad(lambda x: causal_blocked(x, k, v, SCALE).sum())(q)
+    (gradient,) = torch.autograd.grad(causal_blocked(q, k, v, SCALE).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=remedy):
+        gradient.sum().backward()
+
+
 def test_float32_is_as_exact_as_eager_float32():
     q, k, v = (x.detach().float() for x in inputs(2, 600, 32, 16))
     exact = by_definition(q.double(), k.double(), v.double())
@@ -74,7 +90,7 @@ def test_two_backward_passes_are_bitwise_equal():
 
 
 def test_the_op_is_registered_rightly():
-    torch.library.opcheck(causal_blocked, (*inputs(2, 140, 6, 4), SCALE))
+    torch.library.opcheck(torch.ops.phasewise.causal_blocked.default, (*inputs(2, 140, 6, 4), SCALE))
 
 
 def test_huge_scores_give_no_infinities():

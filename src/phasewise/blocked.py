@@ -13,21 +13,40 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_gradtrackingtensor
+from torch.autograd import forward_ad
 
 BLOCK = 256
+REFUSED = (
+    "attention by blocks of queries has first derivatives in reverse alone, outside of torch.func; "
+    "for others use impl='reference'"
+)
 
 
-@torch.library.custom_op("phasewise::causal_blocked", mutates_args=(), device_types="cpu")
 def causal_blocked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attention of every place to itself and those before it.
 
-    q, k: [N, T, E]; v: [N, T, D]; float32 or float64. Returns the output [N, T, D]. Second
-    derivatives are not defined.
+    q, k: [N, T, E]; v: [N, T, D]; float32 or float64. Returns the output [N, T, D]. Raises RuntimeError for
+    derivatives other than the first in reverse, outside of torch.func.
 
     >>> causal_blocked(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4), torch.tensor([[[1.0], [3.0]]]), 1.0)
     tensor([[[1.],
              [2.]]])
     """
+    if not torch.compiler.is_compiling() and any(_has_other_derivative(x) for x in (q, k, v)):
+        raise RuntimeError(REFUSED)
+    return _attend(q, k, v, scale)
+
+
+def _has_other_derivative(x: Tensor) -> bool:
+    if is_gradtrackingtensor(x):
+        return True
+    inside = forward_ad._current_level >= 0  # of a dual level, outside of which no tensor has one
+    return inside and forward_ad.unpack_dual(x).tangent is not None
+
+
+@torch.library.custom_op("phasewise::causal_blocked", mutates_args=(), device_types="cpu")
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for block in _blocks(q):
         block.attend(q, k, scale)
@@ -35,7 +54,7 @@ def causal_blocked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out
 
 
-@causal_blocked.register_fake
+@_attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
@@ -72,6 +91,13 @@ def _(
     return dq, dk, dv
 
 
+def _refuse(ctx, *gradients: Tensor) -> None:
+    raise RuntimeError(REFUSED)
+
+
+causal_blocked_backward.register_autograd(_refuse)
+
+
 def _remember(ctx, inputs, output) -> None:
     q, k, v, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, output)
@@ -81,7 +107,7 @@ def _gradients(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     return *causal_blocked_backward(grad, *ctx.saved_tensors, ctx.scale), None
 
 
-causal_blocked.register_autograd(_gradients, setup_context=_remember)
+_attend.register_autograd(_gradients, setup_context=_remember)
 
 
 @dataclass(frozen=True)
