@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.bench import attention
-from phasewise.bench.subjects import Subject
+from phasewise.bench.subjects import Subject, later
 from phasewise.encodings import NoPE
 
 
@@ -42,3 +42,21 @@ def test_an_implementation_that_fails_the_gate_costs_no_other_its_times(monkeypa
     assert [row["subject"] for row in values["times"]] == ["plain a"]
     assert values["refused"] == {"plain b 64": "AssertionError: out is 0.5 from the float64 reference"}
     assert "plain b 64" in capsys.readouterr().err
+
+
+def test_a_part_of_no_implementations_name_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        attention, "subjects", lambda *_: [Subject("rope flash", NoPE(), lambda q, k, v: v, 64)]
+    )
+    with pytest.raises(ValueError, match=r"'flesh' in its name; there are rope flash"):
+        attention.main(["--out", str(tmp_path / "found.json"), "--only", "rope", "flesh"])
+
+
+def test_an_implementation_that_cannot_be_made_fails_when_it_is_called():
+    def make():
+        raise ImportError("another version of it")
+
+    run = later(make)
+    with pytest.raises(ImportError, match="another version"):
+        run(*torch.zeros(3, 1))

@@ -82,6 +82,15 @@ class Selection:
 
         return [s for s in subjects(width, length) if s.name in BASELINES.values() or chosen(s.name)]
 
+    def check(self, width: int) -> None:
+        """Raise ValueError for a part of `only` that no subject's name holds."""
+        names = [subject.name for subject in subjects(width, GATE_LENGTH)]
+        for part in self.only:
+            if not any(part in name for name in names):
+                raise ValueError(
+                    f"no implementation here has {part!r} in its name; there are {', '.join(names)}"
+                )
+
 
 def measure(
     width: int, length: int, selection: Selection, refused: dict[str, str]
@@ -160,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         journal = options.out.with_name(f"{options.out.stem}-tune.json")
         tune(partial(stages, options.widths, options.lengths), journal, only=options.tune or [""])
     selection = Selection(tuple(options.only), tuple(options.without))
+    selection.check(options.widths[0])
     errors: dict[str, dict[str, float]] = {}
     refused: dict[str, str] = {}
     for width in options.widths:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from typing import Any
 
@@ -52,7 +52,9 @@ def subjects(width: int, length: int) -> Iterator[Subject]:
     yield from joint(width, length)
     yield from by_flex(width, length, rope, pope)
     if installed("PoPE-pytorch"):
-        yield Subject("pope PoPE-pytorch", pope, _peer(pope, length), 2 * width, (pope.phase,))
+        yield Subject(
+            "pope PoPE-pytorch", pope, later(partial(_peer, pope, length)), 2 * width, (pope.phase,)
+        )
 
 
 def others_plain(width: int) -> Iterator[Subject]:
@@ -149,6 +151,16 @@ def joint(width: int, length: int) -> Iterator[Subject]:
     tapa_bodies: tuple[tapa.Body, ...] = ("triton",) if refused else ("triton", "flash")
     for body in tapa_bodies:
         yield Subject(f"tapa {body}", encoding, output(tapa.attend, alpha=0.1, body=body, **view), width)
+
+
+def later(make: Callable[[], Run]) -> Run:
+    """What `make` gives, made at the first call, so that what fails is that call alone.
+
+    >>> later(lambda: lambda q, k, v: q + k + v)(*torch.ones(3, 2))
+    tensor([3., 3.])
+    """
+    made = cache(make)
+    return lambda q, k, v: made()(q, k, v)
 
 
 def installed(package: str) -> bool:
