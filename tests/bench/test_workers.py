@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import time
@@ -22,11 +23,11 @@ def work(task):
 def test_tasks_that_raise_die_or_hang_are_lost_and_the_others_done():
     tasks = deque(["raise", "die", "hang", "one", "two"])
     started = time.monotonic()
-    found = dict(outcomes(work, tasks, processes=2, seconds=6))
-    assert time.monotonic() - started < 60
+    found = dict(outcomes(work, tasks, processes=2, seconds=15))
+    assert time.monotonic() - started < 90
     assert found["raise"] == Lost("ValueError: no such thing")
     assert found["die"] == Lost("its process ended with -9")
-    assert found["hang"] == Lost("no end in 6 s")
+    assert found["hang"] == Lost("no end in 15 s")
     assert [found[name][0] for name in ("one", "two")] == ["one", "two"]
 
 
@@ -46,12 +47,7 @@ def test_a_process_that_ended_while_it_had_no_task_is_replaced():
     for task, (_, process) in outcomes(work, tasks, processes=1, seconds=60):
         if task == "first":
             os.kill(process, signal.SIGKILL)
-            while os.path.exists(f"/proc/{process}") and "zombie" not in status(process):
+            while process in [child.pid for child in multiprocessing.active_children()]:
                 time.sleep(0.01)
             tasks.append("second")
     assert task == "second"
-
-
-def status(process):
-    with open(f"/proc/{process}/status") as file:
-        return file.read()
