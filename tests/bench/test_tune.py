@@ -102,10 +102,15 @@ def test_what_could_not_be_tried_here_is_not_decided():
 
 
 @pytest.fixture
-def pretended(monkeypatch, copied):
-    """A GPU that is not there, whose times are told by `took`, and a subject with two bodies."""
+def a_gpu(monkeypatch):
+    """A GPU that is not there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+
+
+@pytest.fixture
+def pretended(monkeypatch, copied, a_gpu):
+    """That GPU, whose times are told by `took`, and a subject with two bodies."""
     asked = []
 
     def told(work, tasks, **_):
@@ -199,10 +204,8 @@ def test_a_table_or_journal_that_cannot_be_written_is_known_before_anything_is_m
 
 
 def test_the_fastest_few_meet_the_present_row_and_a_stage_knows_what_the_one_before_wrote(
-    monkeypatch, copied, tmp_path
+    monkeypatch, copied, a_gpu, tmp_path
 ):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     given = []
 
     def told(work, tasks, **_):
