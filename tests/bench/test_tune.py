@@ -8,11 +8,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from phasewise import NoPE, choose
 from phasewise.bench import tune
 from phasewise.bench.decode import tunable as decoding
 from phasewise.bench.tunable import Subject, Trial, stages
-from phasewise.fused import Hardware
 from phasewise.kernels import table
 
 GPU = torch.cuda.is_available()
@@ -54,12 +52,29 @@ def test_a_table_that_is_broken_is_named_with_the_remedy(text, copied):
         table.launch("tapa.forward", torch.zeros(1), qk=64, v=64, length=1)
 
 
-def test_a_body_in_an_order_that_there_is_not_is_named(copied):
-    copied.write_text(copied.read_text().replace('"flash", "cudnn"', '"flesh", "cudnn"'))
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        (
+            '"flash", "cudnn"',
+            '"flesh", "cudnn"',
+            r"'flesh' for separable.forward.body, .*flash, cudnn, triton",
+        ),
+        (
+            '"body": "hopper"',
+            '"body": "triton "',
+            r"'triton ' for separable.triton.forward, .*hopper, triton",
+        ),
+        ('"body": "joint"', '"body": "Joint"', r"'Joint' for (tapa|separable.triton).backward, .*joint"),
+    ],
+)
+def test_a_body_that_there_is_not_is_named(right, wrong, message, copied):
+    text = copied.read_text()
+    assert right in text
+    copied.write_text(text.replace(right, wrong))
     table.reread()
-    x = torch.empty(1, 1, 4, 16, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(ValueError, match=r"'flesh'.*flash, cudnn, triton"):
-        choose(x, x, x, NoPE(), hardware=Hardware("cuda", (9, 0)))
+    with pytest.raises(ValueError, match=message):
+        table.launch("tapa.forward", torch.zeros(1), qk=64, v=64, length=1)
 
 
 def test_every_kernel_and_choice_of_the_table_is_measured():

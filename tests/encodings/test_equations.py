@@ -240,6 +240,7 @@ def test_rope_bias_depends_on_distance_alone():
         (lambda: TAPA(head_dim=8, alpha=-0.1), "greater than or equal to 0"),
         (lambda: TAPA(head_dim=8, fraction=0.3), "whole number"),
         (lambda: TAPA(head_dim=8, fraction=1.0), "less than 1"),
+        (lambda: TAPA(head_dim=1), "head_dim 1 is below 2"),
         (lambda: TAPA(head_dim=8, alpha=1e5), "less than or equal to 4"),
         (lambda: ALiBi(num_heads=0), "at least 1"),
         (lambda: ALiBi(num_heads=2.5), "whole number"),

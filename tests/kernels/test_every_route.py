@@ -255,6 +255,40 @@ def test_strides_and_beginnings_of_memory_do_not_matter(name, impl):
         assert (ours.float() - right.float()).norm() <= rounding * right.float().norm()
 
 
+@every_route
+@pytest.mark.filterwarnings("ignore:(All-NaN|invalid value):RuntimeWarning")  # numpy's, which interprets
+@pytest.mark.parametrize("value", [torch.nan, torch.inf] if GPU else [torch.nan])
+def test_what_a_hidden_key_or_another_query_holds_does_not_matter(name, impl, value):
+    """Later keys, keys beyond a window, another document's and padding's; of queries, the last."""
+    length, width = (300, 64) if GPU else (40, 16)
+    encoding = encoding_of(name, 2, width)
+    q, k, v, _ = drawn(1, length, 2, width)
+    middle, last = length // 2, length - 1
+    place = torch.arange(length, device=DEVICE)[None]
+    packed = Positions.packed([middle, length - middle]).to(DEVICE)
+    cases = [
+        ({}, middle, slice(0, middle), length),
+        ({"window": 5}, middle, slice(middle + 5, last), length),
+        ({"window": 5, "causal": False}, middle, slice(0, middle - 4), length),
+        ({"k_at": packed}, middle - 1, slice(middle, last), length),
+        ({"k_at": Positions(place, -(place < 9).long())}, 4, slice(9, last), length),
+        ({}, last, slice(0, 1), 2),  # two queries on many keys decode
+    ]
+    for options, at, unseeing, queries in cases:
+        run = functools.partial(attention, v=v, encoding=encoding, impl=impl, **options)
+        seeing = q[:, :, length - queries :]
+        with torch.no_grad():
+            try:
+                clean = run(seeing, k)
+            except ValueError:
+                assert impl != "triton", "which takes them all"
+                continue
+            spoilt_q, spoilt_k = seeing.clone(), k.clone()
+            spoilt_q[:, :, -1] = value
+            spoilt_k[:, :, at] = value
+            assert torch.equal(run(spoilt_q, spoilt_k)[:, :, unseeing], clean[:, :, unseeing])
+
+
 @pytest.mark.parametrize("impl", sorted({impl for name, impl in ROUTES if name == "rope"}))
 @pytest.mark.parametrize("width", [64, 128] if GPU else [16])
 @pytest.mark.parametrize("kind", ["whole", "half", "polar"])

@@ -21,18 +21,41 @@ PATH = Path(__file__).with_name("launch.json")
 Row = dict[str, Any]
 Ranking = tuple[int | None, int | None, int | None, tuple[str, ...]]
 
+# What the rows of a choice may name: in `order`, fastest first, or as the `body` of a pass.
+BODIES: Mapping[str, tuple[str, ...]] = {
+    "separable.forward.body": ("flash", "cudnn", "triton"),
+    "separable.flash.backward": ("flash", "stored", "joint", "triton"),
+    "separable.triton.forward": ("hopper", "triton"),
+    "separable.triton.backward": ("stored", "joint", "triton"),
+    "tapa.forward.body": ("flash", "triton"),
+    "tapa.backward": ("joint", "passes"),
+}
+
 
 @functools.cache
 def launch_table() -> Mapping[str, Any]:
-    """The committed launch table."""
+    """The committed launch table.
+
+    Raises ValueError for what is none, and for a row that names a body that its kernel has not.
+    """
     text = PATH.read_text()
     try:
         table = json.loads(text)
-        table["rows"]
-    except (ValueError, TypeError, KeyError) as error:
+        named = [
+            (row["kernel"], body)
+            for row in table["rows"]
+            if row["kernel"] in BODIES
+            for body in row["meta"].get("order") or (row["meta"]["body"],)
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{PATH} is no launch table; git checkout or a new installation restores it"
         ) from error
+    for kernel, body in named:
+        if body not in BODIES[kernel]:
+            raise ValueError(
+                f"{PATH} names {body!r} for {kernel}, which is none of {', '.join(BODIES[kernel])}"
+            )
     return table
 
 

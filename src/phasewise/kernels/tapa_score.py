@@ -170,25 +170,32 @@ def far_above(last, reach, shift, BLOCK: tl.constexpr):
 
 @triton.jit
 def place(
-    amplitude, far, rows, columns, middle, half, i, i_segment, j, j_segment, window, alpha, unit,
+    amplitude, phase, far, rows, columns, middle, half, i, i_segment, j, j_segment, window, alpha, unit,
     REACH: tl.constexpr, FAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """unit |i - j|^alpha of a tile, and its amplitudes; where a key is unseen 0 and UNSEEN, so that cos is 1."""
+    """Amplitudes of a tile, unit |i - j|^alpha, and phases times that.
+
+    Where a key is unseen UNSEEN, 0 and 0, whatever it holds, so that the cosine is 1.
+    """
     if REACH == FAR:
-        return power_series(rows, columns, middle, half, alpha, unit, FAST), amplitude
+        strength = power_series(rows, columns, middle, half, alpha, unit, FAST)
+        angle = phase * strength
     else:
         if far & (REACH == EITHER):
             strength = power_series(rows, columns, middle, half, alpha, unit, FAST)
+            angle = phase * strength
         else:
             seen = visible(i, i_segment, j, j_segment, window, CAUSAL, WINDOWED)
-            strength = tl.where(seen, power(distance(rows, columns), alpha, unit, FAST), 0.0)
+            strength = power(distance(rows, columns), alpha, unit, FAST)
+            angle = tl.where(seen, phase * strength, 0.0)
+            strength = tl.where(seen, strength, 0.0)
             amplitude = tl.where(seen, amplitude, UNSEEN)
-        return strength, amplitude
+    return amplitude, strength, angle
 
 
 @triton.jit
 def place_keys(
-    amplitude, first_n, full_low, full_high, first_i, i, i_segment, j, j_segment, window, alpha, unit, reach,
+    amplitude, phase, first_n, full_low, full_high, first_i, i, i_segment, j, j_segment, window, alpha, unit, reach,
     REACH: tl.constexpr, PLACED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, FAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -207,11 +214,11 @@ def place_keys(
         half: tl.constexpr = BLOCK_N / 2
         far = (first_n >= full_low) & (first_n < full_high)
         far &= gap_to(first_i, BLOCK_M, first_n + middle) >= reach * half
-    strength, amplitude = place(
-        amplitude, far, rows, columns, middle, half, i[:, None], i_segment[:, None], j[None, :], j_segment[None, :],
-        window, alpha, unit, REACH, FAST, CAUSAL, WINDOWED,
+    amplitude, strength, angle = place(
+        amplitude, phase, far, rows, columns, middle, half, i[:, None], i_segment[:, None], j[None, :],
+        j_segment[None, :], window, alpha, unit, REACH, FAST, CAUSAL, WINDOWED,
     )  # fmt: skip
-    return strength, amplitude, rows, columns
+    return amplitude, strength, angle, rows, columns
 
 
 @triton.jit
