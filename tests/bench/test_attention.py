@@ -6,41 +6,54 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from phasewise.bench import attention
+from phasewise.bench import attention, visits
 from phasewise.bench.subjects import Subject, later
 from phasewise.encodings import NoPE
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit:DeprecationWarning"
-)  # torch's own, as its compiler is imported
-def test_an_implementation_that_fails_the_gate_costs_no_other_its_times(monkeypatch, tmp_path, capsys):
-    right, wrong = (Subject(name, NoPE(), lambda q, k, v: v, 64) for name in ("plain a", "plain b"))
-
+def test_an_implementation_that_fails_costs_no_other_its_times(monkeypatch, tmp_path, capsys):
     def gate(subject, width):
-        if subject is wrong:
+        if subject.name == "plain b":
             raise AssertionError("out is 0.5 from the float64 reference")
         return {"out": 0.002}
 
+    def subjects(width, length):
+        def long(q, k, v):
+            if length == 8192:
+                raise RuntimeError("too long")
+            return v
+
+        runs = {"plain a": lambda q, k, v: v, "plain b": lambda q, k, v: v, "plain c": long}
+        return [Subject(name, NoPE(), run, 64) for name, run in runs.items()]
+
     def measure(width, length, selection, refused):
-        return [
-            {"subject": s.name} for s in selection.of(width, length) if f"{s.name} {width}" not in refused
-        ]
+        return [{"subject": s.name, "length": length} for s in selection.of(width, length, refused)]
+
+    def draw(width, length, rows):
+        return {name: torch.zeros(1, requires_grad=True) for name in "qkv"}, torch.ones(1)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
-    for name, stub in (
-        ("subjects", lambda *_: [right, wrong]),
-        ("gate", gate),
-        ("measure", measure),
-        ("_line", str),
-    ):
-        monkeypatch.setattr(attention, name, stub)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_: None)
+    monkeypatch.setattr(visits, "outcomes", lambda work, tasks, **_: ((task, work(task)) for task in tasks))
+    for key in visits.KEPT:
+        monkeypatch.setenv(key, "")
+    for module, name, stub in (
+        (visits, "subjects", subjects), (attention, "subjects", subjects), (visits, "gate", gate),
+        (visits, "draw", draw), (attention, "measure", measure), (attention, "_line", str),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, stub)
     path = tmp_path / "found.json"
-    assert attention.main(["--out", str(path), "--widths", "64", "--lengths", "2048"]) == 1
+    assert attention.main(["--out", str(path), "--widths", "64", "--lengths", "2048", "8192"]) == 1
     values = json.loads(path.read_text())["values"]
-    assert [row["subject"] for row in values["times"]] == ["plain a"]
-    assert values["refused"] == {"plain b 64": "AssertionError: out is 0.5 from the float64 reference"}
+    found = [(row["length"], row["subject"]) for row in values["times"]]
+    assert found == [(2048, "plain a"), (2048, "plain c"), (8192, "plain a")]
+    assert values["refused"] == {
+        "plain b 64": "AssertionError: out is 0.5 from the float64 reference",
+        "plain c 64 8192": "RuntimeError: too long",
+    }
     assert "plain b 64" in capsys.readouterr().err
 
 

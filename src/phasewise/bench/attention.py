@@ -7,7 +7,7 @@ memory, and ratios to plain attention by flash-attn-4 and by cuDNN, all measured
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,56 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from phasewise.bench.visits import GATE_LENGTH, TOKENS, Visit, draw, reason, visited
 from phasewise.bench.subjects import HEADS, Subject, subjects
 from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
 from phasewise.bench.tunable import stages
 from phasewise.bench.tune import tune
-from phasewise.positions import Positions
 from phasewise.record import ready, record
-from phasewise.reference import reference
 
-TOKENS = 32_768
-GATE_LENGTH = 384
 BASELINES = {
     "flash-attn-4": "plain flash-attn-4",
     "cudnn": "plain sdpa-cudnn",
     "flash-attention-2": "plain flash-attention-2",
 }
-Inputs = dict[str, Tensor]
-
-
-def draw(width: int, length: int, rows: int, heads: int = HEADS, *, seed: int = 0) -> tuple[Inputs, Tensor]:
-    """bf16 q, k, v `[rows, heads, length, width]`, stored place by place, and a gradient of the output."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    drawn = [
-        torch.randn(rows, length, heads, width, generator=generator, device="cuda", dtype=torch.bfloat16)
-        for _ in range(4)
-    ]
-    *inputs, gradient = (x.transpose(1, 2) for x in drawn)
-    return {name: x.requires_grad_() for name, x in zip("qkv", inputs, strict=True)}, gradient
-
-
-def gate(subject: Subject, width: int) -> dict[str, float]:
-    """Relative errors of output and gradients against float64; raises above 1 % (bf16 operands cost 0.2 to 0.5 %).
-
-    The finer bound, twice the error of eager in the same precision, is held by the kernels' own tests.
-    """
-    inputs, gradient = draw(width, GATE_LENGTH, 1)
-    at = Positions.arange(GATE_LENGTH, device="cuda")
-    exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    expected, _ = reference(exact["q"], exact["k"], exact["v"], subject.encoding, at, at)
-    truth = (expected, *torch.autograd.grad(expected, list(exact.values()), gradient.double()))
-    output = subject.run(*inputs.values())
-    actual = (output, *torch.autograd.grad(output, list(inputs.values()), gradient))
-    errors = {}
-    for name, mine, right in zip(("out", "dq", "dk", "dv"), actual, truth, strict=True):
-        error = ((mine.double() - right).norm() / right.norm()).item()
-        if not error < 0.01:
-            raise AssertionError(
-                f"{subject.name} width {width}: {name} is {error:.2e} from the float64 reference"
-            )
-        errors[name] = error
-    return errors
 
 
 @dataclass(frozen=True)
@@ -74,13 +36,17 @@ class Selection:
     only: tuple[str, ...] = ("",)
     without: tuple[str, ...] = ()
 
-    def of(self, width: int, length: int) -> list[Subject]:
-        """The chosen subjects at a width and a length."""
+    def of(self, width: int, length: int, refused: Collection[str] = ()) -> list[Subject]:
+        """The chosen subjects at a width and a length, without those that are refused there or at the gate."""
 
         def chosen(name: str) -> bool:
+            if any(Visit(name, width, n).name in refused for n in (GATE_LENGTH, length)):
+                return False
+            if name in BASELINES.values():
+                return True
             return any(part in name for part in self.only) and not any(part in name for part in self.without)
 
-        return [s for s in subjects(width, length) if s.name in BASELINES.values() or chosen(s.name)]
+        return [subject for subject in subjects(width, length) if chosen(subject.name)]
 
     def check(self, width: int) -> None:
         """Raise ValueError for a part of `only` that no subject's name holds."""
@@ -100,9 +66,7 @@ def measure(
     rows = TOKENS // length
     inputs, gradient = draw(width, length, rows)
     forward, both, found = {}, {}, {}
-    for subject in selection.of(width, length):
-        if f"{subject.name} {width}" in refused:
-            continue
+    for subject in selection.of(width, length, refused):
 
         def run(subject: Subject = subject) -> Tensor:
             return subject.run(*inputs.values())
@@ -119,7 +83,7 @@ def measure(
         try:
             memory[name] = peak_memory(call)
         except Exception as error:
-            refused[f"{name} {width} {length}"] = reason(error)
+            refused[Visit(name, width, length).name] = reason(error)
             del forward[name], both[name], found[name]
     times, both_times = side_by_side(forward), side_by_side(both)
     table = []
@@ -138,11 +102,6 @@ def measure(
         row["peak_bytes"] = memory[name]
         table.append(row)
     return table
-
-
-def reason(error: Exception) -> str:
-    """What an implementation failed with, in a line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,17 +129,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tune(partial(stages, options.widths, options.lengths), journal, only=options.tune or [""])
     selection = Selection(tuple(options.only), tuple(options.without))
     selection.check(options.widths[0])
-    errors: dict[str, dict[str, float]] = {}
-    refused: dict[str, str] = {}
-    for width in options.widths:
-        torch.compiler.reset()
-        for subject in selection.of(width, GATE_LENGTH):
-            name = f"{subject.name} {width}"
-            try:
-                errors[name] = gate(subject, width)
-            except Exception as error:  # of anybody's code; the others are measured all the same
-                refused[name] = reason(error)
-                print(f"{name} is not measured: {refused[name]}", flush=True)
+    visits = [
+        Visit(subject.name, width, length)
+        for length in dict.fromkeys((GATE_LENGTH, *options.lengths))
+        for width in options.widths
+        for subject in selection.of(width, GATE_LENGTH)
+    ]
+    found = dict(visited(visits))
+    refused = {visit.name: why for visit in visits if isinstance(why := found[visit], str)}
+    errors = {v.name: found[v] for v in visits if v.length == GATE_LENGTH and v.name not in refused}
     print(f"gate: {len(errors)} implementations within bounds", flush=True)
     recipe = {
         "what": "causal attention, bfloat16, encodings' own work included",

@@ -22,7 +22,7 @@ import torch
 
 from phasewise.bench.timing import side_by_side
 from phasewise.bench.tunable import HEADS, TOKENS, Meta, Subject, Trial
-from phasewise.bench.workers import Lost, outcomes
+from phasewise.bench.workers import MOST_PROCESSES, PATIENCE, Lost, outcomes
 from phasewise.kernels import table
 from phasewise.kernels.table import Row
 from phasewise.lock import hold
@@ -31,8 +31,6 @@ from phasewise.record import certified, ready, record, replacing
 GAIN = 0.02  # by which another row must be faster than the present one
 WORST = 0.01  # relative error of a right result; bf16 operands cost 0.2 to 0.5 %
 FINALISTS, FEW = 3, 6  # metas measured in turns beside the present; as many as go there at once
-PATIENCE = 300.0  # seconds for a task, compilation and waiting for the GPU included
-MOST_PROCESSES = 16
 DTYPES = ("bfloat16", "float16")  # measured in the first; instructions of the second take as long
 Stages = Callable[[], list[list[Subject]]]
 

@@ -11,6 +11,9 @@ from multiprocessing.connection import Connection, wait
 from time import monotonic
 from typing import Any
 
+MOST_PROCESSES = 16
+PATIENCE = 300.0  # seconds for a task, compilation and waiting for the GPU included
+
 
 @dataclass(frozen=True)
 class Lost:

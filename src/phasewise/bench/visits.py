@@ -1,0 +1,104 @@
+"""Implementations of attention before they are measured: held to the reference, and compiled, many at a time.
+
+Compilers take most of the time that a benchmark does. Their kernels stay on disk, where the process that measures
+finds them.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phasewise.bench.subjects import HEADS, Subject, subjects
+from phasewise.bench.workers import MOST_PROCESSES, PATIENCE, Lost, outcomes
+from phasewise.positions import Positions
+from phasewise.reference import reference
+
+TOKENS = 32_768
+GATE_LENGTH = 384
+Inputs = dict[str, Tensor]
+KEPT = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""That flash-attn-4 keeps its own kernels on disk too, and that processes side by side start no others."""
+
+
+class Visit(NamedTuple):
+    """An implementation at a width and a length: the gate's, or one at which it is to be measured."""
+
+    subject: str
+    width: int
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.subject} {self.width}" + (f" {self.length}" if self.length != GATE_LENGTH else "")
+
+
+def visited(visits: Sequence[Visit]) -> Iterator[tuple[Visit, dict[str, float] | str]]:
+    """Each visit with the errors at the gate, none at other lengths, or why it failed, as they are done."""
+    for key, value in KEPT.items():
+        os.environ.setdefault(key, value)
+    processes = min(MOST_PROCESSES, os.cpu_count() or 1, len(visits))
+    for visit, found in outcomes(visit_once, deque(visits), processes=processes, seconds=PATIENCE):
+        why = found.reason if isinstance(found, Lost) else found
+        if isinstance(why, str):
+            print(f"{visit.name} is not measured: {why}", flush=True)
+        yield visit, why
+
+
+def visit_once(visit: Visit) -> dict[str, float] | str:
+    """What `visited` gives of a visit."""
+    torch.compiler.reset()  # a compiled function serves a few sizes only
+    try:
+        subject = next(s for s in subjects(visit.width, visit.length) if s.name == visit.subject)
+        if visit.length == GATE_LENGTH:
+            return gate(subject, visit.width)
+        inputs, gradient = draw(visit.width, visit.length, TOKENS // visit.length)
+        with torch.no_grad():
+            subject.run(*inputs.values())
+        torch.autograd.grad(subject.run(*inputs.values()), [*inputs.values(), *subject.leaves], gradient)
+        torch.cuda.synchronize()
+    except Exception as error:  # of anybody's code; the others are measured all the same
+        return reason(error)
+    return {}
+
+
+def draw(width: int, length: int, rows: int, heads: int = HEADS, *, seed: int = 0) -> tuple[Inputs, Tensor]:
+    """bf16 q, k, v `[rows, heads, length, width]`, stored place by place, and a gradient of the output."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    drawn = [
+        torch.randn(rows, length, heads, width, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for _ in range(4)
+    ]
+    *inputs, gradient = (x.transpose(1, 2) for x in drawn)
+    return {name: x.requires_grad_() for name, x in zip("qkv", inputs, strict=True)}, gradient
+
+
+def gate(subject: Subject, width: int) -> dict[str, float]:
+    """Relative errors of output and gradients against float64; raises above 1 % (bf16 operands cost 0.2 to 0.5 %).
+
+    The finer bound, twice the error of eager in the same precision, is held by the kernels' own tests.
+    """
+    inputs, gradient = draw(width, GATE_LENGTH, 1)
+    at = Positions.arange(GATE_LENGTH, device="cuda")
+    exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    expected, _ = reference(exact["q"], exact["k"], exact["v"], subject.encoding, at, at)
+    truth = (expected, *torch.autograd.grad(expected, list(exact.values()), gradient.double()))
+    output = subject.run(*inputs.values())
+    actual = (output, *torch.autograd.grad(output, list(inputs.values()), gradient))
+    errors = {}
+    for name, mine, right in zip(("out", "dq", "dk", "dv"), actual, truth, strict=True):
+        error = ((mine.double() - right).norm() / right.norm()).item()
+        if not error < 0.01:
+            raise AssertionError(
+                f"{subject.name} width {width}: {name} is {error:.2e} from the float64 reference"
+            )
+        errors[name] = error
+    return errors
+
+
+def reason(error: Exception) -> str:
+    """What an implementation failed with, in a line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
