@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phasewise.bench.visits import GATE_LENGTH, TOKENS, Visit, draw, reason, visited
 from phasewise.bench.subjects import HEADS, Subject, subjects
 from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
 from phasewise.bench.tunable import stages
 from phasewise.bench.tune import tune
+from phasewise.bench.visits import GATE_LENGTH, TOKENS, Visit, draw, reason, visited
 from phasewise.record import ready, record
 
 BASELINES = {
