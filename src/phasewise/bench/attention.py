@@ -19,7 +19,7 @@ from phasewise.bench.subjects import HEADS, Subject, subjects
 from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
 from phasewise.bench.tunable import stages
 from phasewise.bench.tune import tune
-from phasewise.bench.visits import GATE_LENGTH, TOKENS, Visit, draw, reason, visited
+from phasewise.bench.visits import GATE_LENGTH, TOKENS, Visit, draw, keep_kernels, reason, visited
 from phasewise.record import ready, record
 
 BASELINES = {
@@ -127,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.tune is not None:
         journal = options.out.with_name(f"{options.out.stem}-tune.json")
         tune(partial(stages, options.widths, options.lengths), journal, only=options.tune or [""])
+    keep_kernels()
     selection = Selection(tuple(options.only), tuple(options.without))
     selection.check(options.widths[0])
     visits = [

@@ -21,7 +21,6 @@ TOKENS = 32_768
 GATE_LENGTH = 384
 Inputs = dict[str, Tensor]
 KEPT = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""That flash-attn-4 keeps its own kernels on disk too, and that processes side by side start no others."""
 
 
 class Visit(NamedTuple):
@@ -36,10 +35,14 @@ class Visit(NamedTuple):
         return f"{self.subject} {self.width}" + (f" {self.length}" if self.length != GATE_LENGTH else "")
 
 
-def visited(visits: Sequence[Visit]) -> Iterator[tuple[Visit, dict[str, float] | str]]:
-    """Each visit with the errors at the gate, none at other lengths, or why it failed, as they are done."""
+def keep_kernels() -> None:
+    """Before flash-attn-4 is imported: have its own kernels kept on disk too, and no process start others to compile."""
     for key, value in KEPT.items():
         os.environ.setdefault(key, value)
+
+
+def visited(visits: Sequence[Visit]) -> Iterator[tuple[Visit, dict[str, float] | str]]:
+    """Each visit with the errors at the gate, none at other lengths, or why it failed, as they are done."""
     processes = min(MOST_PROCESSES, os.cpu_count() or 1, len(visits))
     for visit, found in outcomes(visit_once, deque(visits), processes=processes, seconds=PATIENCE):
         why = found.reason if isinstance(found, Lost) else found
