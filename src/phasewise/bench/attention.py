@@ -124,10 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not 1 <= length <= TOKENS:
             raise ValueError(f"lengths must be from 1 to the {TOKENS} tokens of a measurement, not {length}")
     ready(options.out)
+    keep_kernels()
     if options.tune is not None:
         journal = options.out.with_name(f"{options.out.stem}-tune.json")
         tune(partial(stages, options.widths, options.lengths), journal, only=options.tune or [""])
-    keep_kernels()
     selection = Selection(tuple(options.only), tuple(options.without))
     selection.check(options.widths[0])
     visits = [

@@ -36,7 +36,7 @@ class Visit(NamedTuple):
 
 
 def keep_kernels() -> None:
-    """Before flash-attn-4 is imported: have its own kernels kept on disk too, and no process start others to compile."""
+    """Before flash-attn-4 is imported: have its own kernels kept on disk too, and processes compile by themselves."""
     for key, value in KEPT.items():
         os.environ.setdefault(key, value)
 
