@@ -54,7 +54,7 @@ def load_part(at, column_stride, inside, first, WIDTH: tl.constexpr, BLOCK: tl.c
     """Channels `[first, first + WIDTH)` of rows that start at the addresses `at`, zero outside."""
     c = tl.arange(0, BLOCK)
     seen = inside[:, None] & (c < WIDTH)[None, :]
-    return tl.load(at[:, None] + (first + c)[None, :] * column_stride, seen, other=0.0)
+    return tl.load(at[:, None] + (first + c).to(tl.int64)[None, :] * column_stride, seen, other=0.0)
 
 
 @triton.jit

@@ -150,7 +150,7 @@ def load_queries(
     h = group * GROUP + m // T
     t = m % T
     at = q_ptr + b * q_strides[0] + h.to(gl.int64) * q_strides[1] + t.to(gl.int64) * q_strides[2]
-    x = gl.load(at[:, None] + c[None, :] * q_strides[3], real, other=0.0)
+    x = gl.load(at[:, None] + c[None, :].to(gl.int64) * q_strides[3], real, other=0.0)
     cos, sin = turns((S - T + t - first)[:, None], rates[None, :], True)
     if PHASE:
         phases = gl.load(phase_ptr + h[:, None] * D + c[None, :], real, other=0.0)

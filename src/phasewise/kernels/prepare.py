@@ -84,7 +84,7 @@ def load_angle(angle_ptr, row_offset, t, c, T, n):
 def tile_of(ptr, strides, b, h, t, c):
     """Addresses of rows t and channels c of one head."""
     row = ptr + b * strides[0] + h.to(tl.int64) * strides[1]
-    return row + t[:, None].to(tl.int64) * strides[2] + c[None, :] * strides[3]
+    return row + t[:, None].to(tl.int64) * strides[2] + c[None, :].to(tl.int64) * strides[3]
 
 
 @triton.jit
@@ -189,7 +189,9 @@ def polar_backward_kernel(
             grad_sin = tl.where(inside, tl.trans(held_by_threads(grad_at + 64 * HELD, BLOCK_T)) * scale, 0.0)
         else:
             grad_cos = tl.load(grad_at, inside, other=0.0).to(tl.float32)
-            grad_sin = tl.load(grad_at + D * grad_strides[3], inside, other=0.0).to(tl.float32)
+            grad_sin = tl.load(grad_at + tl.cast(D, tl.int64) * grad_strides[3], inside, other=0.0).to(
+                tl.float32
+            )
         mu, slope = magnitude(x, KIND, FAST)
         if PHASE:
             h = first + head
@@ -235,9 +237,11 @@ def turn_pairs(
     kind = out_ptr.dtype.element_ty
     for head in range(HEADS):
         first = tl.load(first_at, inside, other=0.0).to(tl.float32)
-        second = tl.load(first_at + n * x_strides[3], inside, other=0.0).to(tl.float32)
+        second = tl.load(first_at + tl.cast(n, tl.int64) * x_strides[3], inside, other=0.0).to(tl.float32)
         tl.store(out_at, (first * cos - second * sin).to(kind), inside)
-        tl.store(out_at + n * out_strides[3], (second * cos + first * sin).to(kind), inside)
+        tl.store(
+            out_at + tl.cast(n, tl.int64) * out_strides[3], (second * cos + first * sin).to(kind), inside
+        )
         if BLOCK_REST > 0:
             rest = 2 * n + tl.arange(0, BLOCK_REST)
             keep_rest = (t[:, None] < T) & (rest[None, :] < D)

@@ -64,7 +64,7 @@ def statistics_kernel(
     tiles = padded // BLOCK_M
     row = (tl.program_id(0) // tiles).to(tl.int64)
     offsets_m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    offsets_v = tl.arange(0, BLOCK_V)
+    offsets_v = tl.arange(0, BLOCK_V).to(tl.int64)
     out_ptr += row // H * stride_out_b + row % H * stride_out_h
     grad_out_ptr += row // H * stride_grad_b + row % H * stride_grad_h
     at = offsets_m.to(tl.int64)[:, None]
@@ -83,8 +83,9 @@ def statistics_kernel(
 
 
 @triton.jit
-def score_gradient(amplitude, strength, angle, lse, upstream, delta, scale_log2, FAST: tl.constexpr):
+def score_gradient(amplitude, phase, strength, lse, upstream, delta, scale_log2, FAST: tl.constexpr):
     """Softmax weights, level and twist."""
+    angle = phase * strength
     wave = cosine(angle, FAST)
     weights = tl.exp2(amplitude * wave * scale_log2 - lse)
     slope = weights * (upstream - delta)
@@ -109,12 +110,12 @@ def query_grad_tiles(
         phase = phase_product(phase_q, phase_k, LINEAR, PRECISION)
         upstream = tl.dot(above, values.T, input_precision=PRECISION)
         j, j_segment = load_places(k_index_ptr, k_segment_ptr, k_row, first_n + offsets_n, S, 0, PLACED)
-        amplitude, strength, angle, rows, columns = place_keys(
+        amplitude, _, strength, rows, columns = place_keys(
             amplitude, phase, first_n, full_low, full_high, first_i, i, i_segment, j, j_segment, window, alpha, unit,
             reach, REACH, PLACED, CAUSAL, WINDOWED, FAST, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         _, level, twist = score_gradient(
-            amplitude, strength, angle, lse[:, None], upstream, delta[:, None], scale_log2, FAST
+            amplitude, phase, strength, lse[:, None], upstream, delta[:, None], scale_log2, FAST
         )
         grad_amplitude = tl.dot(
             level.to(amplitude_k.dtype), amplitude_k, grad_amplitude, input_precision=PRECISION
@@ -232,12 +233,12 @@ def key_grad_tiles(
             half: tl.constexpr = BLOCK_M / 2
             far = (first_m >= full_low) & (first_m < full_high)
             far &= gap_to(first_n, BLOCK_N, first_m + shift + middle) >= reach * half
-        amplitude, strength, angle = place(
+        amplitude, _, strength = place(
             amplitude, phase, far, rows, columns, middle, half, i[None, :], i_segment[None, :], j[:, None],
             j_segment[:, None], window, alpha, unit, REACH, FAST, CAUSAL, WINDOWED,
         )  # fmt: skip
         weights, level, twist = score_gradient(
-            amplitude, strength, angle, lse[None, :], upstream, delta[None, :], scale_log2, FAST
+            amplitude, phase, strength, lse[None, :], upstream, delta[None, :], scale_log2, FAST
         )
         grad_values = tl.dot(weights.to(above.dtype), above, grad_values, input_precision=PRECISION)
         grad_amplitude = tl.dot(

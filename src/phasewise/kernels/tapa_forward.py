@@ -51,11 +51,11 @@ def forward_tiles(
         amplitude = tl.dot(amplitude_q, amplitude_k.T, input_precision=PRECISION)
         phase = phase_product(phase_q, phase_k, LINEAR, PRECISION)
         j, j_segment = load_places(k_index_ptr, k_segment_ptr, k_row, first_n + offsets_n, S, 0, PLACED)
-        amplitude, _, angle, _, _ = place_keys(
+        amplitude, phase, strength, _, _ = place_keys(
             amplitude, phase, first_n, full_low, full_high, first_i, i, i_segment, j, j_segment, window, alpha, unit,
             reach, REACH, PLACED, CAUSAL, WINDOWED, FAST, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        scores = amplitude * cosine(angle, FAST)
+        scores = amplitude * cosine(phase * strength, FAST)
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores * scale_log2 - (higher * scale_log2)[:, None])
         fade = tl.exp2((top - higher) * scale_log2)

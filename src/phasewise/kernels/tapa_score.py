@@ -173,24 +173,21 @@ def place(
     amplitude, phase, far, rows, columns, middle, half, i, i_segment, j, j_segment, window, alpha, unit,
     REACH: tl.constexpr, FAST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Amplitudes of a tile, unit |i - j|^alpha, and phases times that.
+    """Amplitudes and phases of a tile, and unit |i - j|^alpha; where a key is unseen UNSEEN, 0 and 0, so that cos is 1.
 
-    Where a key is unseen UNSEEN, 0 and 0, whatever it holds, so that the cosine is 1.
+    Whatever the key holds: a phase that is no number times 0 is none either.
     """
     if REACH == FAR:
-        strength = power_series(rows, columns, middle, half, alpha, unit, FAST)
-        angle = phase * strength
+        return amplitude, phase, power_series(rows, columns, middle, half, alpha, unit, FAST)
     else:
         if far & (REACH == EITHER):
             strength = power_series(rows, columns, middle, half, alpha, unit, FAST)
-            angle = phase * strength
         else:
             seen = visible(i, i_segment, j, j_segment, window, CAUSAL, WINDOWED)
-            strength = power(distance(rows, columns), alpha, unit, FAST)
-            angle = tl.where(seen, phase * strength, 0.0)
-            strength = tl.where(seen, strength, 0.0)
+            strength = tl.where(seen, power(distance(rows, columns), alpha, unit, FAST), 0.0)
             amplitude = tl.where(seen, amplitude, UNSEEN)
-    return amplitude, strength, angle
+            phase = tl.where(seen, phase, 0.0)
+        return amplitude, phase, strength
 
 
 @triton.jit
@@ -214,11 +211,11 @@ def place_keys(
         half: tl.constexpr = BLOCK_N / 2
         far = (first_n >= full_low) & (first_n < full_high)
         far &= gap_to(first_i, BLOCK_M, first_n + middle) >= reach * half
-    amplitude, strength, angle = place(
+    amplitude, phase, strength = place(
         amplitude, phase, far, rows, columns, middle, half, i[:, None], i_segment[:, None], j[None, :],
         j_segment[None, :], window, alpha, unit, REACH, FAST, CAUSAL, WINDOWED,
     )  # fmt: skip
-    return amplitude, strength, angle, rows, columns
+    return amplitude, phase, strength, rows, columns
 
 
 @triton.jit
@@ -258,7 +255,8 @@ def store_tile(
 ):
     """`width` columns of one head, from `first_column` on."""
     columns = tl.arange(0, COLUMNS)
-    at = rows.to(tl.int64)[:, None] * row_stride + (first_column + columns)[None, :] * column_stride
+    at = rows.to(tl.int64)[:, None] * row_stride
+    at += (first_column + columns).to(tl.int64)[None, :] * column_stride
     inside = (rows < length)[:, None] & (columns < width)[None, :]
     tl.store(ptr + at, values.to(ptr.dtype.element_ty), inside)
 
