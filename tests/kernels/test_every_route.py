@@ -415,9 +415,9 @@ def test_a_graph_replayed_on_new_inputs_gives_their_output_and_gradients(name, i
 
 
 def far_apart(tensors: list[Tensor]) -> list[Tensor]:
-    """The same in half precision, of 8 channels that lie 2^29 elements apart; a CPU has no memory where none is written.
+    """The same in half precision, of 8 channels 2^29 elements apart; a CPU has no memory where none is written.
 
-    So their addresses are beyond 2^31 elements, and a half of the channels 2^31 from the other.
+    So their addresses go beyond 2^31 elements, and one half of the channels is 2^31 from the other.
     """
     halves = [x.half() for x in tensors]
     sizes = [x[..., 0].numel() for x in halves]
