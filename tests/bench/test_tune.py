@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.bench import tune
 from phasewise.bench.decode import tunable as decoding
-from phasewise.bench.tunable import Subject, Trial, stages
+from phasewise.bench.timing import Time
+from phasewise.bench.tunable import Subject, Trial, chains
 from phasewise.kernels import table
 
 GPU = torch.cuda.is_available()
@@ -78,25 +79,36 @@ def test_a_body_that_there_is_not_is_named(right, wrong, message, copied):
 
 
 def test_every_kernel_and_choice_of_the_table_is_measured():
-    measured = {s.kernel for stage in stages([64], LENGTHS) for s in stage}
-    measured |= {
-        s.kernel for stage in decoding(["plain", "rope", "pope", "polar", "tapa"], [64], 4096) for s in stage
-    }
+    decoded = decoding(["plain", "rope", "pope", "polar", "tapa"], [64], 4096)
+    measured = {s.kernel for chain in (*chains([64], LENGTHS), *decoded) for stage in chain for s in stage}
     assert {r["kernel"] for r in table.launch_table()["rows"]} <= measured
 
 
 def test_candidates_are_the_present_row_and_what_differs_from_it():
-    families = {s.name: s for stage in stages([64], LENGTHS) for s in stage}
-    bodies = families["separable.flash.backward 64 64"].candidates({"body": "flash"})
+    families = {s.name: s for chain in chains([64], LENGTHS) for stage in chain for s in stage}
+    bodies = families["separable.flash.backward 64 64"].candidates([{"body": "flash"}], 0)
     assert bodies[0] == {"body": "flash"}
     assert {"body": "stored"} in bodies
-    orders = families["separable.forward.body 128 64"].candidates({"order": ["flash", "cudnn", "triton"]})
+    order = {"order": ["flash", "cudnn", "triton"]}
+    orders = families["separable.forward.body 128 64"].candidates([order], 0)
     assert [x["order"][0] for x in orders] == ["flash", "cudnn", "triton"]
     present = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-    tiles = families["tapa.forward 64 64"].candidates(present)
+    forward = families["tapa.forward 64 64"]
+    tiles = forward.candidates([present], 0)
     assert tiles[0] == present
-    assert all(x["maxnreg"] == 168 for x in tiles)
+    assert all((x["maxnreg"], x["num_stages"]) == (168, 3) for x in tiles)
     assert tiles.count(present) == 1
+    assert forward.candidates(tiles[:1], 1) == [present, {**present, "num_stages": 2}]
+    assert forward.candidates(tiles[:2], 2) == tiles[:2]
+
+
+def test_every_body_of_a_choice_is_tried():
+    families = {s.kernel: s for chain in chains([64], LENGTHS) for stage in chain for s in stage}
+    for kernel, bodies in table.BODIES.items():
+        assert kernel in families
+        if not kernel.endswith(".body"):
+            tried = families[kernel].candidates([{"body": bodies[0]}], 0)
+            assert {meta["body"] for meta in tried} == set(bodies)
 
 
 def test_an_order_changes_only_where_a_body_is_faster_by_more_than_the_gain():
@@ -138,7 +150,7 @@ def pretended(monkeypatch, copied, a_gpu):
 
     monkeypatch.setattr(tune, "outcomes", told)
     tried = tuple({"body": body} for body in ("flash", "triton", "stored"))
-    subject = Subject("separable.flash.backward", 64, 64, LENGTHS, lambda _: Trial(tuple, tuple), tried)
+    subject = Subject("separable.flash.backward", 64, 64, LENGTHS, lambda _: Trial(tuple, tuple), (tried,))
     return subject, asked
 
 
@@ -147,7 +159,7 @@ def test_a_choice_is_written_for_this_device_by_lengths_and_tuning_goes_on_where
 ):
     subject, asked = pretended
     journal = tmp_path / "tune.json"
-    rows = tune.tune(lambda: [[subject]], journal)
+    rows = tune.tune(lambda: [[[subject]]], journal)
     assert [(r["dtype"], r["length"], r["meta"]["body"]) for r in rows] == [
         ("bfloat16", 4096, "flash"), ("bfloat16", None, "triton"),
         ("float16", 4096, "flash"), ("float16", None, "triton"),
@@ -161,21 +173,21 @@ def test_a_choice_is_written_for_this_device_by_lengths_and_tuning_goes_on_where
     another = replace(subject, kernel="tapa.backward")
     asked.clear()
     with pytest.raises(KeyError):  # the pretended GPU has no times of TAPA's bodies
-        tune.tune(lambda: [[subject, another]], journal)
+        tune.tune(lambda: [[[subject, another]]], journal)
     assert set(asked) == {another.name}
 
 
 def test_what_was_decided_at_other_lengths_is_measured_anew(pretended, copied, tmp_path):
     subject, asked = pretended
     journal = tmp_path / "tune.json"
-    tune.tune(lambda: [[subject]], journal)
+    tune.tune(lambda: [[[subject]]], journal)
     record = json.loads(journal.read_text())
     times = record["values"]["subjects"][subject.name]
     record["values"]["subjects"][subject.name] = [time for time in times if time["length"] == 2048]
     record["values"]["complete"] = False
     journal.write_text(json.dumps(record))
     asked.clear()
-    tune.tune(lambda: [[subject]], journal)
+    tune.tune(lambda: [[[subject]]], journal)
     assert asked == [subject.name]
 
 
@@ -184,13 +196,13 @@ def test_a_journal_that_is_none_is_left_alone_and_named(text, pretended, copied,
     journal = tmp_path / "tune.json"
     journal.write_text(text)
     with pytest.raises(ValueError, match=r"tune.json holds no times of a tuning.*move it"):
-        tune.tune(lambda: [[pretended[0]]], journal)
+        tune.tune(lambda: [[[pretended[0]]]], journal)
     assert journal.read_text() == text
 
 
 def test_a_part_of_no_kernels_name_is_named(pretended, copied, tmp_path):
-    with pytest.raises(ValueError, match=r"no row.*'flesh'.*separable\.flash\.backward"):
-        tune.tune(lambda: [[pretended[0]]], tmp_path / "tune.json", only=["flesh"])
+    with pytest.raises(ValueError, match=r"no stage.*'flesh' \(tiles\).*separable\.flash\.backward"):
+        tune.tune(lambda: [[[pretended[0]]]], tmp_path / "tune.json", only=["flesh"])
 
 
 def test_one_tuning_at_a_time_rewrites_a_table(pretended, copied, tmp_path):
@@ -198,8 +210,8 @@ def test_one_tuning_at_a_time_rewrites_a_table(pretended, copied, tmp_path):
 
     def another():
         with pytest.raises(ValueError, match=r"another tuning.*launch\.json"):
-            tune.tune(lambda: [[subject]], tmp_path / "another.json")
-        return [[subject]]
+            tune.tune(lambda: [[[subject]]], tmp_path / "another.json")
+        return [[[subject]]]
 
     tune.tune(another, tmp_path / "tune.json")
     assert asked == [subject.name]
@@ -210,11 +222,11 @@ def test_a_table_or_journal_that_cannot_be_written_is_known_before_anything_is_m
 ):
     subject, asked = pretended
     with pytest.raises(OSError, match="proc"):
-        tune.tune(lambda: [[subject]], Path("/proc/tune.json"))
+        tune.tune(lambda: [[[subject]]], Path("/proc/tune.json"))
     full = copied.rename(copied.with_name("x" * 250))  # beside which no longer name fits
     monkeypatch.setattr(table, "PATH", full)
     with pytest.raises(OSError, match="too long"):
-        tune.tune(lambda: [[subject]], tmp_path / "tune.json")
+        tune.tune(lambda: [[[subject]]], tmp_path / "tune.json")
     assert asked == []
 
 
@@ -231,13 +243,92 @@ def test_the_fastest_few_meet_the_present_row_and_a_stage_knows_what_the_one_bef
 
     monkeypatch.setattr(tune, "outcomes", told)
     tried = tuple({"num_warps": n} for n in (7, 6, 5, 3, 2, 1, 8))
-    tiles = Subject("tapa.forward", 64, 64, (4096,), lambda _: Trial(tuple, tuple), tried)
-    again = replace(tiles, settings=({"num_warps": 3},))
-    (written, _) = tune.tune(lambda: [[tiles], [again]], tmp_path / "tune.json")
-    assert written["meta"]["num_warps"] == 1
-    finals = [[meta["num_warps"] for meta in task.metas] for task in given if task.final]
-    assert finals == [[4, 1, 2, 3], [1, 3]]
-    assert len(given) == 8 + 2
+    then = tuple({"num_stages": n} for n in (2, 3))
+    tiles = Subject("tapa.forward", 64, 64, (4096,), lambda _: Trial(tuple, tuple), (tried, then))
+    again = replace(tiles, rounds=(({"num_warps": 3},),))
+    (written, _) = tune.tune(lambda: [[[tiles], [again]]], tmp_path / "tune.json")
+    assert (written["meta"]["num_warps"], written["meta"]["num_stages"]) == (1, 2)
+    finals = [
+        [(meta["num_warps"], meta["num_stages"]) for meta in task.metas] for task in given if task.final
+    ]
+    assert finals == [[(4, 2), (1, 2), (1, 3), (2, 2)], [(1, 2), (3, 2)]]
+    screened = [(task.metas[0]["num_warps"], task.metas[0]["num_stages"]) for task in given if not task.final]
+    assert sorted(screened) == sorted([*((n, 2) for n in range(1, 9)), (1, 3), (2, 3)])
+
+
+def test_a_chain_does_not_wait_for_another(monkeypatch, copied, a_gpu, tmp_path):
+    given = []
+
+    def told(work, tasks, **_):
+        while tasks:
+            task = min(tasks, key=lambda task: "tapa" in task.subject)  # which is done last
+            tasks.remove(task)
+            given.append(task.subject)
+            yield task, {4096: [1.0] * len(task.metas)}
+
+    monkeypatch.setattr(tune, "outcomes", told)
+    tried = ({"num_warps": 8}, {"num_warps": 2})
+
+    def subject(kernel, qk):
+        return Subject(kernel, qk, 64, (4096,), lambda _: Trial(tuple, tuple), (tried,))
+
+    chains = [
+        [[subject("tapa.forward", 64)]],
+        [[subject("separable.forward", 64)], [subject("separable.joint", 64)]],
+    ]
+    tune.tune(lambda: chains, tmp_path / "tune.json")
+    assert given == ["separable.forward 64 64", "separable.joint 64 64", "tapa.forward 64 64"]
+
+
+def test_one_stage_can_be_tuned_by_itself(pretended, copied, tmp_path):
+    subject, asked = pretended
+    later = replace(subject, qk=128, stage="bodies")
+    tune.tune(lambda: [[[subject], [later]]], tmp_path / "tune.json", only=["bodies"])
+    assert asked == [later.name]
+
+
+class Counted:
+    """A call that is refused, wrong or right, by its row's body, on a GPU that is not there."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, length):
+        def run():
+            body = table.launch(
+                "tapa.backward", torch.zeros(1, dtype=torch.bfloat16), qk=64, v=64, length=length
+            )["body"]
+            self.seen.append(body)
+            if body == "refused":
+                raise ValueError("no such body\nat all")
+            return (torch.full((1, 2, 3), 2.0 if body == "wrong" else 1.0),)
+
+        return Trial(run, lambda: (torch.ones(1, 2, 3),))
+
+
+def test_only_what_is_right_is_timed(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tune, "start_gpu", lambda: None)
+    timed = {}
+
+    def side_by_side(calls, **sampled):
+        for name, call in calls.items():
+            call()
+            timed[name] = sampled
+        return {name: Time(5.0, 5.0, 5.0) for name in calls}
+
+    monkeypatch.setattr(tune, "side_by_side", side_by_side)
+    call = Counted()
+    subject = Subject("tapa.backward", 64, 64, (2048,), call)
+    work = tune.Work(lambda: [[[subject]]], str(tmp_path / "turn"))
+    metas = tuple({"body": body} for body in ("refused", "wrong", "right"))
+    (found,) = work(tune.Task(subject.name, metas, True)).values()
+    assert found[0] == tune.Refused("ValueError: no such body")
+    assert found[1].wrong
+    assert found[2] == 5.0
+    assert list(timed) == ["2"]
+    assert call.seen == ["refused", "wrong", "right", "wrong", "right", "right"]
 
 
 def test_a_row_on_trial_wins_over_tighter_ones_and_leaves_the_table_as_it_was(monkeypatch):
@@ -262,9 +353,10 @@ def test_tuning_and_measuring_without_a_gpu_say_so(tmp_path):
 
 def coarse():
     """Few candidates of one kernel, for the GPU."""
-    (found,) = (s for s in stages([64], [2048])[0] if s.name == "separable.forward 128 64")
+    tiles = (s for chain in chains([64], [2048]) for s in chain[0])
+    (found,) = (s for s in tiles if s.name == "separable.forward 128 64")
     tried = tuple({"BLOCK_M": 64, "BLOCK_N": n, "num_warps": 4, "num_stages": 2} for n in (32, 64))
-    return [[Subject(found.kernel, found.qk, found.v, (1024,), found.make, tried)]]
+    return [[[Subject(found.kernel, found.qk, found.v, (1024,), found.make, (tried,))]]]
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phasewise.bench.subjects import HEADS, Subject, subjects
 from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
-from phasewise.bench.tunable import stages
+from phasewise.bench.tunable import chains
 from phasewise.bench.tune import tune
 from phasewise.bench.visits import GATE_LENGTH, TOKENS, Visit, draw, keep_kernels, reason, visited
 from phasewise.record import ready, record
@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--without", nargs="+", default=[], help="no subject whose name holds one of these")
     parser.add_argument(
         "--tune", nargs="*", metavar="PART",
-        help="first rewrite this GPU's rows of the launch table, or those of kernels whose name holds a PART",
+        help="first rewrite this GPU's rows of the launch table, or those of a stage (tiles, bodies, orders) or of "
+        "kernels and widths, as 'separable.forward 128 64', that hold a PART",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -127,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keep_kernels()
     if options.tune is not None:
         journal = options.out.with_name(f"{options.out.stem}-tune.json")
-        tune(partial(stages, options.widths, options.lengths), journal, only=options.tune or [""])
+        tune(partial(chains, options.widths, options.lengths), journal, only=options.tune or [""])
     selection = Selection(tuple(options.only), tuple(options.without))
     selection.check(options.widths[0])
     visits = [

@@ -115,9 +115,9 @@ def measure(subjects: dict[str, tuple[Encoding, Run]], width: int, length: int) 
     ]  # fmt: skip
 
 
-def tunable(names: Sequence[str], widths: Sequence[int], keys: int) -> list[list[Subject]]:
+def tunable(names: Sequence[str], widths: Sequence[int], keys: int) -> list[list[list[Subject]]]:
     """Rows of the launch table for kernels `decode.NAME`, decided by times with so many keys."""
-    return [[_tunable(name, width, keys) for width in widths for name in names]]
+    return [[[_tunable(name, width, keys)]] for width in widths for name in names]
 
 
 def _tunable(name: str, width: int, keys: int) -> Subject:
@@ -129,7 +129,7 @@ def _tunable(name: str, width: int, keys: int) -> Subject:
         truth, _ = reference(q[:1].double(), k[:1].double(), v[:1].double(), encoding, last, at)
         return Trial(lambda: (run(q, k, v),), lambda: (truth,))
 
-    return Subject(f"decode.{name}", width, width, (keys,), make, tuple(candidates(name)))
+    return Subject(f"decode.{name}", width, width, (keys,), make, (tuple(candidates(name)),))
 
 
 def candidates(name: str) -> Iterator[dict[str, int]]:
@@ -168,8 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ready(options.out)
     tuned: list[Row] = []
     if options.tune:
-        stages = partial(tunable, options.tune, options.widths, max(options.keys))
-        tuned = tune(stages, options.out.with_name(f"{options.out.stem}-tune.json"))
+        chains = partial(tunable, options.tune, options.widths, max(options.keys))
+        tuned = tune(chains, options.out.with_name(f"{options.out.stem}-tune.json"))
     recipe = {
         "what": "attention of one query a row, bfloat16, encodings' own work included",
         "rows": ROWS, "heads": HEADS, "key_heads": KEY_HEADS, "seed": 0, "widths": options.widths, "keys": options.keys,

@@ -17,7 +17,7 @@ from phasewise.encodings.base import angles
 from phasewise.frequencies import Geometric
 from phasewise.kernels import library, tapa
 from phasewise.kernels.hardware import name_of
-from phasewise.kernels.table import launch_table, ranked
+from phasewise.kernels.table import BODIES, launch_table, ranked
 from phasewise.positions import Positions
 from phasewise.reference import reference
 
@@ -25,31 +25,30 @@ TOKENS, HEADS, JUDGED = 32_768, 16, 2  # JUDGED heads of the first row are held 
 TILED, SMALL = 4096, 2048  # lengths that tiles, and few queries, are measured at
 Meta = Mapping[str, Any]
 Tensors = tuple[Tensor, ...]
-WARPS = {"num_warps": (4, 8), "num_stages": (2, 3)}
-OF_QUERIES = {"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), **WARPS}
-OF_KEYS = {"BLOCK_M": (32, 64), "BLOCK_N": (64, 128), **WARPS}
-PRODUCTS = {"together": (4, 8, 16), "num_warps": (8, 16), "num_stages": (3, 4)}
-GRIDS: Mapping[str, Mapping[str, tuple]] = {
+Grid = Mapping[str, tuple]
+STAGES = {"num_stages": (2, 3)}
+OF_QUERIES = ({"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8)}, STAGES)
+OF_KEYS = ({"BLOCK_M": (32, 64), "BLOCK_N": (64, 128), "num_warps": (4, 8)}, STAGES)
+TOGETHER = {"together": (4, 8, 16)}
+GRIDS: Mapping[str, tuple[Grid, ...]] = {
     "separable.forward": OF_QUERIES,
-    "separable.hopper.forward": {"BLOCK_N": (64, 80, 96, 112, 128), "PARTS": (2, 3), "K_STAGES": (2, 3)},
+    "separable.hopper.forward": ({"BLOCK_N": (64, 80, 96, 112, 128), "PARTS": (2, 3)}, {"K_STAGES": (2, 3)}),
     "separable.query_grad": OF_QUERIES,
     "separable.key_grad": OF_KEYS,
-    "separable.score_grad": {"together": (4, 8, 16)},
-    "separable.query_product": {"BLOCK_N": (32, 64), **PRODUCTS},
-    "separable.key_product": {"BLOCK_M": (32, 64), **PRODUCTS},
+    "separable.score_grad": (TOGETHER,),
+    "separable.query_product": ({"BLOCK_N": (32, 64), "num_warps": (8, 16), "num_stages": (3, 4)}, TOGETHER),
+    "separable.key_product": ({"BLOCK_M": (32, 64), "num_warps": (8, 16), "num_stages": (3, 4)}, TOGETHER),
     "tapa.forward": OF_QUERIES,
     "tapa.query_grad": OF_QUERIES,
     "tapa.key_grad": OF_KEYS,
-    "tapa.joint": {"BLOCK_M": (32, 64), "STAGES": (2, 3), "maxnreg": (128, 168)},
-    "tapa.flash.forward": {"tile_m": (128, 192), "tile_n": (64, 96, 128), "turn": (0.3, 0.5)},
-    "separable.flash.ahead": {"programs": (0, 24, 32, 44, 60)},
-    "separable.flash.stays": {"queries": (0, 50_000, 100_000, 1 << 40)},
-    "separable.flash.backward": {"body": ("flash", "triton", "stored", "joint")},
-    "separable.triton.forward": {"body": ("triton", "hopper")},
-    "separable.triton.backward": {"body": ("triton", "stored", "joint")},
-    "tapa.backward": {"body": ("passes", "joint")},
+    "tapa.joint": ({"BLOCK_M": (32, 64), "STAGES": (2, 3), "maxnreg": (128, 168)},),
+    "tapa.flash.forward": ({"tile_m": (128, 192), "tile_n": (64, 96, 128)}, {"turn": (0.3, 0.5)}),
+    "separable.flash.ahead": ({"programs": (0, 24, 32, 44, 60)},),
+    "separable.flash.stays": ({"queries": (0, 50_000, 100_000, 1 << 40)},),
+    **{kernel: ({"body": bodies},) for kernel, bodies in BODIES.items()},
 }
-"""Values tried of a row's settings, in all combinations; what is not named stays as it is."""
+"""Values tried of a row's settings: in each round all combinations in the place of the present row's, or of what was
+fastest in the round before; what is not named stays as it is."""
 
 
 class Trial(NamedTuple):
@@ -68,8 +67,8 @@ class Trial(NamedTuple):
 class Subject:
     """A family of rows, of one kernel or choice at two widths, and the call that they decide at each length.
 
-    settings: what is tried in the place of the row's. fixed: rows that have to be in force for the call to come to the
-    kernel.
+    rounds: what is tried in the place of the row's settings, round by round. fixed: rows that have to be in force for
+    the call to come to the kernel. stage: what it is decided with, tiles, bodies or orders.
     """
 
     kernel: str
@@ -77,8 +76,9 @@ class Subject:
     v: int
     lengths: tuple[int, ...]
     make: Callable[[int], Trial]
-    settings: tuple[Meta, ...] = ()
+    rounds: tuple[tuple[Meta, ...], ...] = ()
     fixed: Mapping[str, Meta] = field(default_factory=dict)
+    stage: str = "tiles"
 
     @property
     def name(self) -> str:
@@ -93,14 +93,20 @@ class Subject:
             for row in launch_table()["rows"]
         )  # fmt: skip
 
-    def candidates(self, present: Meta) -> list[Meta]:
-        """The present row, then every other that is tried."""
-        if "order" in present:
-            order = present["order"]
+    def within(self, part: str) -> bool:
+        """Whether a part names this subject's stage, or stands in its kernel's name and widths."""
+        return part == self.stage or part in self.name
+
+    def candidates(self, metas: Sequence[Meta], number: int) -> list[Meta]:
+        """These, then every other that a round tries in their place."""
+        if number >= len(self.rounds):
+            return list(metas)
+        if "order" in metas[0]:
+            order = metas[0]["order"]
             tried = [{"order": [body, *(x for x in order if x != body)]} for body in order]
         else:
-            tried = [{**present, **settings} for settings in self.settings]
-        return [present, *(meta for meta in tried if meta != present)]
+            tried = [{**meta, **settings} for meta in metas for settings in self.rounds[number]]
+        return unique([*metas, *tried])
 
 
 @dataclass(frozen=True)
@@ -187,29 +193,36 @@ class Case:
         return Trial(lambda: self.backward(body), lambda: self.truth[1:])
 
 
-def combinations(kernel: str) -> tuple[Meta, ...]:
+def unique(metas: Sequence[Meta]) -> list[Meta]:
+    """Without repeats, in order."""
+    return [meta for i, meta in enumerate(metas) if meta not in metas[:i]]
+
+
+def rounds(kernel: str) -> tuple[tuple[Meta, ...], ...]:
     """What is tried of a kernel's settings.
 
-    >>> combinations("separable.flash.ahead")[:2]
+    >>> rounds("separable.flash.ahead")[0][:2]
     ({'programs': 0}, {'programs': 24})
     """
-    grid = GRIDS.get(kernel, {})
     return tuple(
-        dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values
+        tuple(dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()))
+        for grid in GRIDS.get(kernel, ())
     )
 
 
-def stages(widths: Sequence[int], lengths: Sequence[int]) -> list[list[Subject]]:
-    """Tiles; then, with those, forms and bodies of a pass; then, with those, the order of auto's bodies."""
-    tiles: list[Subject] = []
-    bodies: list[Subject] = []
-    orders: list[Subject] = []
-    for width, kind in itertools.product(widths, ("rope", "pope", "tapa")):
-        family = Family(kind, width, tuple(sorted(lengths)))
-        tiles += family.tiles()
-        bodies += family.bodies()
-        orders.append(family.order())
-    return [[subject for subject in stage if subject.known] for stage in (tiles, bodies, orders)]
+def chains(widths: Sequence[int], lengths: Sequence[int]) -> list[list[list[Subject]]]:
+    """For each encoding and width: tiles; then, with those, bodies of a pass; then, with those, the order of auto's."""
+    families = [
+        Family(kind, width, tuple(sorted(lengths)))
+        for width, kind in itertools.product(widths, ("rope", "pope", "tapa"))
+    ]
+    return [
+        [
+            [subject for subject in stage if subject.known]
+            for stage in (family.tiles(), family.bodies(), family.orders())
+        ]
+        for family in families
+    ]
 
 
 @dataclass(frozen=True)
@@ -246,7 +259,7 @@ class Family:
 
     def tile(self, name: str, make: Callable[[int], Trial], **fixed: str) -> Subject:
         rows = {f"{self.operator}.{choice}": {"body": body} for choice, body in fixed.items()}
-        return self.subject(name, (TILED,), make, rows)
+        return self.subject(name, (TILED,), make, rows, "tiles")
 
     def subject(
         self,
@@ -254,10 +267,11 @@ class Family:
         lengths: tuple[int, ...],
         make: Callable[[int], Trial],
         fixed: Mapping[str, Meta] | None = None,
+        stage: str = "bodies",
     ) -> Subject:
         kernel = f"{self.operator}.{name}"
         qk = self.width * (2 if self.kind == "pope" else 1)
-        return Subject(kernel, qk, self.width, lengths, make, combinations(kernel), fixed or {})
+        return Subject(kernel, qk, self.width, lengths, make, rounds(kernel), fixed or {}, stage)
 
     def tiles(self) -> Iterator[Subject]:
         onward, back = partial(self.onward, "triton"), partial(self.back, "triton")
@@ -287,7 +301,7 @@ class Family:
         for body in ("flash", "triton"):
             yield self.subject(f"{body}.backward", self.lengths, partial(self.back, body))
 
-    def order(self) -> Subject:
+    def orders(self) -> Iterator[Subject]:
         """Auto's order, of which the first runs."""
 
         def make(length: int) -> Trial:
@@ -297,5 +311,5 @@ class Family:
 
             return self.case(length).onward(first)
 
-        order = self.subject("forward.body", self.lengths, make)
-        return order
+        order = self.subject("forward.body", self.lengths, make, stage="orders")
+        yield order

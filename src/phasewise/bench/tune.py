@@ -1,7 +1,7 @@
 """The launch table measured on this GPU: `phasewise bench attention --tune`.
 
-Every candidate of `tunable` is compiled and held to the reference in a process of its own, as many at a time as there
-are processors; one at a time has the GPU to be timed. The fastest few and the present row are then measured in turns.
+Candidates of `tunable` are compiled in processes, as many at a time as there are processors; one at a time has the GPU,
+to be held to the reference and timed. The fastest few and the present row are then measured in turns.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from phasewise.bench.timing import side_by_side
-from phasewise.bench.tunable import HEADS, TOKENS, Meta, Subject, Trial
+from phasewise.bench.tunable import HEADS, TOKENS, Meta, Subject, Trial, unique
 from phasewise.bench.workers import MOST_PROCESSES, PATIENCE, Lost, outcomes
 from phasewise.kernels import table
 from phasewise.kernels.table import Row
@@ -30,15 +30,16 @@ from phasewise.record import certified, ready, record, replacing
 
 GAIN = 0.02  # by which another row must be faster than the present one
 WORST = 0.01  # relative error of a right result; bf16 operands cost 0.2 to 0.5 %
+BEHIND = 0.1  # by which what is slower than the fastest after two rounds is measured no longer
+KEPT = 2  # metas from which a round goes on to the next one's settings
 FINALISTS, FEW = 3, 6  # metas measured in turns beside the present; as many as go there at once
 DTYPES = ("bfloat16", "float16")  # measured in the first; instructions of the second take as long
-Stages = Callable[[], list[list[Subject]]]
+Chains = Callable[[], list[list[list[Subject]]]]
 
 
 class Task(NamedTuple):
     """Metas of a subject to be timed at each of its lengths, in turns when they are the last ones."""
 
-    stage: int
     subject: str
     metas: tuple[Meta, ...]
     final: bool
@@ -57,9 +58,9 @@ Results = Mapping[int, Sequence[Result]]
 
 @dataclass
 class Work:
-    """What a process does: the tasks of `stages`, the GPU shared by turns; the last subject's inputs are kept."""
+    """What a process does: tasks of `chains`, the GPU shared by turns; the last subject's inputs are kept."""
 
-    stages: Stages
+    chains: Chains
     turn: str
     kept: tuple[str, dict[int, Trial]] = field(default=("", {}))
 
@@ -67,7 +68,9 @@ class Work:
         if not self.kept[0]:
             start_gpu()  # which takes seconds, while the GPU is another's
         table.reread()
-        subject = next(s for s in self.stages()[task.stage] if s.name == task.subject)
+        subject = next(
+            s for chain in self.chains() for stage in chain for s in stage if s.name == task.subject
+        )
         if self.kept[0] != subject.name:
             self.kept = subject.name, {}
         return {length: self.timed(subject, task, length) for length in subject.lengths}
@@ -75,35 +78,23 @@ class Work:
     def timed(self, subject: Subject, task: Task, length: int) -> list[Result]:
         trials = self.kept[1]
         if length not in trials:
-            with self.alone():
-                trials[length] = subject.make(length)
-                trials[length].truth()
+            trials[length] = subject.make(length)
         trial = trials[length]
-        found: list[Result] = [self.checked(subject, trial, meta, length) for meta in task.metas]
 
         def run(meta: Meta) -> object:
             with in_force(subject, meta, length):
                 return trial.run()
 
-        calls = {
-            str(i): partial(run, task.metas[i]) for i, x in enumerate(found) if not isinstance(x, Refused)
-        }
-        if calls:
-            with self.alone():
-                times = side_by_side(calls, rounds=7, repeats=3 if task.final else 1)
-            for i, took in times.items():
-                found[int(i)] = took.median
-        return found
-
-    def checked(self, subject: Subject, trial: Trial, meta: Meta, length: int) -> Result:
-        """A time to come, or why there is none."""
-        try:
-            with in_force(subject, meta, length):
-                error = trial.error()
-        except Exception as refusal:  # compilers have many ways to refuse a configuration
-            torch.cuda.synchronize()  # raises where the process cannot go on
-            return Refused(f"{type(refusal).__name__}: {refusal}".splitlines()[0][:200])
-        return 0.0 if error < WORST else Refused(f"wrong: {error:.1e} from the reference", wrong=True)
+        found = [refusal(partial(run, meta)) for meta in task.metas]  # as it is compiled
+        with self.alone():
+            for i, meta in enumerate(task.metas):
+                if found[i] is None:
+                    with in_force(subject, meta, length):
+                        found[i] = wrong(trial)
+            calls = {str(i): partial(run, task.metas[i]) for i, x in enumerate(found) if x is None}
+            sampled = {"rounds": 5, "repeats": 3} if task.final else {"rounds": 3, "repeats": 1}
+            times = side_by_side(calls, behind=BEHIND, **sampled) if calls else {}
+        return [times[str(i)].median if x is None else x for i, x in enumerate(found)]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -111,6 +102,22 @@ class Work:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
             torch.cuda.synchronize()
+
+
+def refusal(call: Callable[[], object]) -> Refused | None:
+    """Why a call cannot be made, if it cannot."""
+    try:
+        call()
+    except Exception as error:  # compilers have many ways to refuse a configuration
+        torch.cuda.synchronize()  # raises where the process cannot go on
+        return Refused(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    return None
+
+
+def wrong(trial: Trial) -> Refused | None:
+    """Whether a call does not give what it has to."""
+    error = trial.error()
+    return None if error < WORST else Refused(f"wrong: {error:.1e} from the reference", wrong=True)
 
 
 def start_gpu() -> None:
@@ -155,12 +162,13 @@ def present(subject: Subject, length: int) -> Meta:
         return table.row(subject.kernel, max(others - {"cpu"}), kind, **sizes)["meta"]
 
 
-def tune(stages: Stages, journal: Path, *, only: Sequence[str] = ("",)) -> list[Row]:
+def tune(chains: Chains, journal: Path, *, only: Sequence[str] = ("",)) -> list[Row]:
     """Time the candidates of every subject on this GPU; write the rows that beat the table by 2 %.
 
-    stages: subjects, those of a stage to be decided before those of the next. only: subjects whose name holds one of
-    these. journal: a record of all that was measured, subject by subject. Where it was interrupted on this device, with
-    these versions and at this commit, tuning goes on.
+    chains: subjects by stages, those of a stage to be decided before those of the next, chain beside chain. only:
+    subjects of a stage so called, or whose name, the kernel's and its widths, holds one of these. journal: a record of
+    all that was measured, subject by subject. Where it was interrupted on this device, with these versions and at this
+    commit, tuning goes on.
 
     Returns the rows written, of this device alone; each family of rows is written whole, when it is decided. Raises
     ValueError without a CUDA device, for a part of no name, a journal that is none, and beside another tuning.
@@ -169,19 +177,22 @@ def tune(stages: Stages, journal: Path, *, only: Sequence[str] = ("",)) -> list[
         raise ValueError("tuning measures a CUDA device and there is none")
     with sole_writer(), tempfile.TemporaryDirectory() as folder:
         ready(journal)
-        decided, subjects = Decided.resumed(journal), stages()
-        names = {subject.name for stage in subjects for subject in stage}
+        decided, planned = Decided.resumed(journal), chains()
+        subjects = [subject for chain in planned for stage in chain for subject in stage]
         for part in only:
-            if not any(part in name for name in names):
+            if not any(subject.within(part) for subject in subjects):
+                stages = ", ".join(dict.fromkeys(subject.stage for subject in subjects))
+                names = ", ".join(sorted({subject.name for subject in subjects}))
                 raise ValueError(
-                    f"no row of the launch table has {part!r} in its name: {', '.join(sorted(names))}"
+                    f"no stage is called {part!r} ({stages}), and no row of the launch table: {names}"
                 )
 
         def wanted(subject: Subject) -> bool:
-            return not decided.has(subject) and any(part in subject.name for part in only)
+            return not decided.has(subject) and any(subject.within(part) for part in only)
 
-        work = Work(stages, os.path.join(folder, "turn"))
-        for subject, metas, results in measured(work, [list(filter(wanted, stage)) for stage in subjects]):
+        work = Work(chains, os.path.join(folder, "turn"))
+        left = [[list(filter(wanted, stage)) for stage in chain] for chain in planned]
+        for subject, metas, results in measured(work, left):
             decided.add(subject, metas, results)
         decided.keep(complete=True)
     return decided.rows
@@ -206,58 +217,70 @@ def sole_writer() -> Iterator[None]:
 class Screening:
     """A subject whose candidates are being timed, one a task, or all in turns when they are few."""
 
-    stage: int
     subject: Subject
+    chain: int
     first: list[Meta]
     metas: list[Meta]
+    number: int = 0
     left: int = 0
     times: list[tuple[float, Meta]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, stage: int, subject: Subject) -> "Screening":
-        first = [present(subject, length) for length in subject.lengths]
-        return cls(stage, subject, first, unique([*first, *subject.candidates(first[0])]))
+    def of(cls, subject: Subject, chain: int) -> "Screening":
+        first = unique([present(subject, length) for length in subject.lengths])
+        return cls(subject, chain, first, subject.candidates(first, 0))
 
-    def tasks(self) -> Iterator[Task]:
-        if len(self.metas) <= FEW:
-            yield Task(self.stage, self.subject.name, tuple(self.metas), True)
-            return
+    def tasks(self) -> list[Task]:
+        if len(self.metas) <= FEW and len(self.subject.rounds) <= 1:
+            return [self.final(self.metas)]
         self.left = len(self.metas)
-        for meta in self.metas:
-            yield Task(self.stage, self.subject.name, (meta,), False)
+        return [Task(self.subject.name, (meta,), False) for meta in self.metas]
 
-    def take(self, meta: Meta, found: Results) -> Iterator[Task]:
-        """A candidate's times; the last one's bring the task of the finalists."""
+    def final(self, metas: Sequence[Meta]) -> Task:
+        return Task(self.subject.name, tuple(metas), True)
+
+    def take(self, meta: Meta, found: Results) -> list[Task]:
+        """A candidate's times; the last one's of a round bring the tasks of the next, or of the finalists."""
         results = [result for (result,) in found.values()]
         timed = [x for x in results if isinstance(x, float)]
         if len(timed) == len(results):
             self.times.append((sum(timed), meta))
-        for wrong in (x for x in results if isinstance(x, Refused) and x.wrong):
-            print(f"{self.subject.name} {meta}: {wrong.reason}", flush=True)
+        for refused in (x for x in results if isinstance(x, Refused) and x.wrong):
+            print(f"{self.subject.name} {meta}: {refused.reason}", flush=True)
         self.left -= 1
-        if self.left == 0:
-            fastest = [meta for _, meta in sorted(self.times, key=lambda x: x[0])[:FINALISTS]]
-            yield Task(self.stage, self.subject.name, tuple(unique([*self.first, *fastest])), True)
+        if self.left > 0:
+            return []
+        fastest = [meta for _, meta in sorted(self.times, key=lambda x: x[0])]
+        new: list[Meta] = []
+        while not new and self.number < len(self.subject.rounds):
+            self.number += 1
+            tried = self.subject.candidates(fastest[:KEPT] or self.first, self.number)
+            new = [meta for meta in tried if meta not in self.metas]
+        self.metas += new
+        self.left = len(new)
+        if new:
+            return [Task(self.subject.name, (meta,), False) for meta in new]
+        return [self.final(unique([*self.first, *fastest[:FINALISTS]]))]
 
 
 def measured(
-    work: Work, stages: Sequence[Sequence[Subject]]
+    work: Work, chains: Sequence[Sequence[Sequence[Subject]]]
 ) -> Iterator[tuple[Subject, list[Meta], Results]]:
     """Each subject with its finalists, the present rows first, and their times at each length."""
     tasks: deque[Task] = deque()
-    waiting = deque(enumerate(stages))
+    waiting = [deque(chain) for chain in chains]
     screened: dict[str, Screening] = {}
 
-    def begin() -> None:
-        """The next stage, when the one before is decided, of what there is a choice for."""
-        while not screened and waiting:
-            number, subjects = waiting.popleft()
-            for screening in (Screening.of(number, subject) for subject in subjects):
-                if len(screening.metas) > 1:
+    def begin(chain: int) -> None:
+        """A chain's next stage, when the one before is decided, of what there is a choice for."""
+        while waiting[chain] and not any(screening.chain == chain for screening in screened.values()):
+            for screening in (Screening.of(subject, chain) for subject in waiting[chain].popleft()):
+                if len(screening.metas) > 1 or len(screening.subject.rounds) > 1:
                     screened[screening.subject.name] = screening
-                    tasks.extend(screening.tasks())
+                    tasks.extendleft(screening.tasks())
 
-    begin()
+    for chain in reversed(range(len(chains))):
+        begin(chain)
     processes = min(MOST_PROCESSES, os.cpu_count() or 1)
     for task, found in outcomes(work, tasks, processes=processes, seconds=PATIENCE):
         screening = screened[task.subject]
@@ -267,14 +290,9 @@ def measured(
         if task.final:
             yield screening.subject, list(task.metas), found
             del screened[task.subject]
-            begin()
+            begin(screening.chain)
         else:
             tasks.extendleft(screening.take(task.metas[0], found))
-
-
-def unique(metas: Sequence[Meta]) -> list[Meta]:
-    """Without repeats, in order."""
-    return [meta for i, meta in enumerate(metas) if meta not in metas[:i]]
 
 
 @dataclass
@@ -332,7 +350,8 @@ class Decided:
         recipe = {
             "what": "the finalists for rows of the launch table, held to the reference in float32, measured in turns",
             "gain": GAIN, "tokens": TOKENS, "heads": HEADS, "seed": 0,
-            "samples": "7 rounds of 3 replays of a CUDA graph",
+            "samples": "5 rounds of 3 replays of a CUDA graph; 2 rounds for what is further behind the fastest",
+            "behind": BEHIND,
         }  # fmt: skip
         values = {"complete": complete, "subjects": self.values, "rows": self.rows}
         record(self.journal, recipe=recipe, values=values, device="cuda")
