@@ -80,6 +80,30 @@ def test_shapes_can_be_asked_for_on_the_meta_device(encoding, window):
     assert out.shape == (1, 2, 3, 5)
 
 
+@pytest.mark.parametrize(
+    "encoding",
+    [NoPE(), RoPE(head_dim=8), PoPE(num_heads=2, head_dim=8), TAPA(head_dim=8), ALiBi(num_heads=2)],
+    ids=lambda encoding: encoding.kind,
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_by_the_reference_what_a_hidden_key_or_another_query_holds_does_not_matter(encoding, value):
+    q, k, v = (torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(0)) for _ in range(3))
+    padded = Positions(torch.arange(12)[None], -(torch.arange(12) < 3).long()[None])
+    for options, at, unseeing in (
+        ({}, 7, slice(0, 7)),
+        ({"window": 2}, 7, slice(9, 11)),
+        ({"window": 2, "causal": False}, 7, slice(0, 6)),
+        ({"k_at": Positions.packed([5, 7])}, 4, slice(5, 11)),
+        ({"k_at": padded}, 2, slice(3, 11)),
+    ):
+        clean = attention(q, k, v, encoding, impl="reference", return_lse=True, **options)
+        spoilt_q, spoilt_k = q.clone(), k.clone()
+        spoilt_q[:, :, 11], spoilt_k[:, :, at] = value, value
+        spoilt = attention(spoilt_q, spoilt_k, v, encoding, impl="reference", return_lse=True, **options)
+        for ours, right in zip(spoilt, clean, strict=True):
+            assert torch.equal(ours[:, :, unseeing], right[:, :, unseeing])
+
+
 @pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), 1])
 def test_numbers_of_numpy_are_numbers(number):
     q, k, v = (torch.ones(1, 2, 3, 8) for _ in range(3))

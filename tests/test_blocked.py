@@ -45,6 +45,14 @@ def test_any_strides_give_the_same():
     assert all(x.grad.isfinite().all() for x in strided)
 
 
+def test_what_later_keys_hold_does_not_matter():
+    q, k, v = (x.detach() for x in inputs(2, 300, 6, 4))
+    expected = causal_blocked(q, k, v, SCALE)
+    for value in (torch.nan, torch.inf):
+        k[:, 270] = value
+        assert torch.equal(causal_blocked(q, k, v, SCALE)[:, :270], expected[:, :270])
+
+
 def test_inputs_stay_as_they_were_and_no_unwritten_memory_shows():
     q, k, v = inputs(2, 140, 6, 4)
     before = [x.detach().clone() for x in (q, k, v)]

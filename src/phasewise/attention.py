@@ -102,6 +102,9 @@ def attention(
         Anything but auto runs or raises.
     return_lse: also return the log-sum-exp of each query's scores, [B, Hq, T]; -1e30 where nothing is seen.
 
+    What a query does not see does not matter to its output, NaN in keys included (but by "sdpa" with a mask); NaN in
+    values may, as 0 times NaN is none (docs/attention.md).
+
     Returns [B, Hq, T, Dv] in v's dtype. Raises ValueError for shapes, dtypes, positions or an implementation
     that do not fit, saying what would.
 

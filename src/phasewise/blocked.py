@@ -125,7 +125,8 @@ class _Block:
         queries = q[self.heads, self.rows] * scale
         size = queries.shape[1]
         torch.bmm(queries, k[self.heads, self.keys].transpose(1, 2), out=self.scores)
-        self.scores[..., -size:].add_(torch.full((size, size), float("-inf"), dtype=q.dtype).triu_(1))
+        diagonal = self.scores[..., -size:].tril_()  # a score that is no number would stay so below infinity
+        diagonal.add_(torch.full((size, size), float("-inf"), dtype=q.dtype).triu_(1))
         torch.softmax(self.scores, -1, out=self.weights)
 
 
