@@ -35,7 +35,7 @@ def test_an_implementation_that_fails_costs_no_other_its_times(monkeypatch, tmp_
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    monkeypatch.setattr(visits, "forget_sizes", lambda: None)
     monkeypatch.setattr(torch.autograd, "grad", lambda *_: None)
     monkeypatch.setattr(visits, "outcomes", lambda work, tasks, **_: ((task, work(task)) for task in tasks))
     for key in visits.KEPT:

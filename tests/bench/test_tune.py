@@ -150,7 +150,9 @@ def pretended(monkeypatch, copied, a_gpu):
 
     monkeypatch.setattr(tune, "outcomes", told)
     tried = tuple({"body": body} for body in ("flash", "triton", "stored"))
-    subject = Subject("separable.flash.backward", 64, 64, LENGTHS, lambda _: Trial(tuple, tuple), (tried,))
+    subject = Subject(
+        "separable.flash.backward", 64, 64, LENGTHS, lambda _: Trial(tuple, tuple, tuple), (tried,)
+    )
     return subject, asked
 
 
@@ -244,7 +246,7 @@ def test_the_fastest_few_meet_the_present_row_and_a_stage_knows_what_the_one_bef
     monkeypatch.setattr(tune, "outcomes", told)
     tried = tuple({"num_warps": n} for n in (7, 6, 5, 3, 2, 1, 8))
     then = tuple({"num_stages": n} for n in (2, 3))
-    tiles = Subject("tapa.forward", 64, 64, (4096,), lambda _: Trial(tuple, tuple), (tried, then))
+    tiles = Subject("tapa.forward", 64, 64, (4096,), lambda _: Trial(tuple, tuple, tuple), (tried, then))
     again = replace(tiles, rounds=(({"num_warps": 3},),))
     (written, _) = tune.tune(lambda: [[[tiles], [again]]], tmp_path / "tune.json")
     assert (written["meta"]["num_warps"], written["meta"]["num_stages"]) == (1, 2)
@@ -270,7 +272,7 @@ def test_a_chain_does_not_wait_for_another(monkeypatch, copied, a_gpu, tmp_path)
     tried = ({"num_warps": 8}, {"num_warps": 2})
 
     def subject(kernel, qk):
-        return Subject(kernel, qk, 64, (4096,), lambda _: Trial(tuple, tuple), (tried,))
+        return Subject(kernel, qk, 64, (4096,), lambda _: Trial(tuple, tuple, tuple), (tried,))
 
     chains = [
         [[subject("tapa.forward", 64)]],
@@ -303,7 +305,7 @@ class Counted:
                 raise ValueError("no such body\nat all")
             return (torch.full((1, 2, 3), 2.0 if body == "wrong" else 1.0),)
 
-        return Trial(run, lambda: (torch.ones(1, 2, 3),))
+        return Trial(run, run, lambda: (torch.ones(1, 2, 3),))
 
 
 def test_only_what_is_right_is_timed(monkeypatch, tmp_path):
@@ -334,7 +336,7 @@ def test_only_what_is_right_is_timed(monkeypatch, tmp_path):
 def test_a_row_on_trial_wins_over_tighter_ones_and_leaves_the_table_as_it_was(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "cpu")
     x = torch.zeros(1, dtype=torch.bfloat16)
-    subject = Subject("separable.forward", 64, 64, (99,), lambda _: Trial(tuple, tuple))
+    subject = Subject("separable.forward", 64, 64, (99,), lambda _: Trial(tuple, tuple, tuple))
     before = list(table.launch_table()["rows"])
     with tune.in_force(subject, {"BLOCK_M": 128}, 99):
         assert table.launch("separable.forward", x, qk=64, v=64, length=99) == {"BLOCK_M": 128}

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phasewise.bench.subjects import HEADS, Subject, subjects
+from phasewise.bench.subjects import HEADS, Subject, forget_sizes, subjects
 from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
 from phasewise.bench.tunable import chains
 from phasewise.bench.tune import tune
@@ -62,7 +62,7 @@ def measure(
     width: int, length: int, selection: Selection, refused: dict[str, str]
 ) -> list[dict[str, object]]:
     """One row per subject at a width and a length; refused: those without one, and why, to which it adds."""
-    torch.compiler.reset()  # a compiled function serves a few sizes only
+    forget_sizes()
     rows = TOKENS // length
     inputs, gradient = draw(width, length, rows)
     forward, both, found = {}, {}, {}

@@ -127,7 +127,7 @@ def _tunable(name: str, width: int, keys: int) -> Subject:
         at = Positions.arange(length, device="cuda")
         last = at.narrow(length - 1, 1)
         truth, _ = reference(q[:1].double(), k[:1].double(), v[:1].double(), encoding, last, at)
-        return Trial(lambda: (run(q, k, v),), lambda: (truth,))
+        return Trial(partial(run, q, k, v), lambda: (run(q, k, v),), lambda: (truth,))
 
     return Subject(f"decode.{name}", width, width, (keys,), make, (tuple(candidates(name)),))
 

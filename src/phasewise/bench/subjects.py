@@ -1,5 +1,6 @@
 """Causal attention to be measured on this GPU: ours, torch's, and other packages' where they are installed."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -49,7 +50,7 @@ def subjects(width: int, length: int) -> Iterator[Subject]:
     yield from prepared(rope, width, length)
     yield from prepared(pope, width, length)
     yield sloped(width)
-    yield from joint(width, length)
+    yield from joint(width)
     yield from by_flex(width, length, rope, pope)
     if installed("PoPE-pytorch"):
         yield Subject(
@@ -127,28 +128,29 @@ def by_flex(width: int, length: int, rope: RoPE, pope: PoPE) -> Iterator[Subject
 
     It has no TAPA: it hands out finished scores, and TAPA's are two products.
     """
-    flex, scale, alibi = flex_attention_of(length), width**-0.5, ALiBi(num_heads=HEADS)
+    scale, alibi = width**-0.5, ALiBi(num_heads=HEADS)
     slopes = alibi.slopes(device=torch.device("cuda"))
 
     def nearer(score: Tensor, _row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score - slopes[head] * (query - key).abs()
 
-    yield Subject("plain flex", NoPE(), compiled(partial(flex, scale=scale)), width)
-    yield Subject("rope flex", rope, compiled(partial(_through_factors, rope, flex)), width)
-    run = compiled(partial(_through_factors, pope, flex))
-    yield Subject("pope flex", pope, run, 2 * width, (pope.phase,))
-    yield Subject("alibi flex", alibi, compiled(partial(flex, score_mod=nearer, scale=scale)), width)
+    def plain(**settings: Any) -> Run:
+        return later(lambda: compiled(partial(flex_attention_of(length), scale=scale, **settings)))
+
+    def factored(encoding: RoPE | PoPE) -> Run:
+        return later(lambda: compiled(partial(_through_factors, encoding, flex_attention_of(length))))
+
+    yield Subject("plain flex", NoPE(), plain(), width)
+    yield Subject("rope flex", rope, factored(rope), width)
+    yield Subject("pope flex", pope, factored(pope), 2 * width, (pope.phase,))
+    yield Subject("alibi flex", alibi, plain(score_mod=nearer), width)
 
 
-def joint(width: int, length: int) -> Iterator[Subject]:
+def joint(width: int) -> Iterator[Subject]:
     """TAPA by each body of ours."""
     encoding = TAPA(head_dim=width, alpha=0.1)
     view = {"amplitude_dim": encoding.amplitude_dim, **VIEW}
-    refused = tapa.flash_unsupported(
-        device="cuda", capability=torch.cuda.get_device_capability(), dtype=torch.bfloat16, qk_width=width,
-        v_width=width, queries=length, keys=length, phase="quadratic", placed=False, **view,
-    )  # fmt: skip
-    tapa_bodies: tuple[tapa.Body, ...] = ("triton",) if refused else ("triton", "flash")
+    tapa_bodies: tuple[tapa.Body, ...] = ("triton", "flash") if installed("flash-attn-4") else ("triton",)
     for body in tapa_bodies:
         yield Subject(f"tapa {body}", encoding, output(tapa.attend, alpha=0.1, body=body, **view), width)
 
@@ -177,6 +179,15 @@ def flex_attention_of(length: int) -> Callable[..., Tensor]:
 
     mask = create_block_mask(causal, None, None, length, length, device="cuda")
     return partial(flex_attention, block_mask=mask)
+
+
+def forget_sizes() -> None:
+    """Compile anew from now on: a compiled function serves a few sizes only.
+
+    What was never compiled needs no compiler, whose import takes seconds.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def compiled(run: Run) -> Run:

@@ -21,7 +21,8 @@ from phasewise.kernels.table import BODIES, launch_table, ranked
 from phasewise.positions import Positions
 from phasewise.reference import reference
 
-TOKENS, HEADS, JUDGED = 32_768, 16, 2  # JUDGED heads of the first row are held to the reference
+TOKENS, HEADS = 32_768, 16
+JUDGED, SEEN = 2, 128  # heads of the first row, and queries of theirs, that are held to the reference
 TILED, SMALL = 4096, 2048  # lengths that tiles, and few queries, are measured at
 Meta = Mapping[str, Any]
 Tensors = tuple[Tensor, ...]
@@ -32,7 +33,7 @@ OF_KEYS = ({"BLOCK_M": (32, 64), "BLOCK_N": (64, 128), "num_warps": (4, 8)}, STA
 TOGETHER = {"together": (4, 8, 16)}
 GRIDS: Mapping[str, tuple[Grid, ...]] = {
     "separable.forward": OF_QUERIES,
-    "separable.hopper.forward": ({"BLOCK_N": (64, 80, 96, 112, 128), "PARTS": (2, 3)}, {"K_STAGES": (2, 3)}),
+    "separable.hopper.forward": ({"BLOCK_N": (64, 128), "PARTS": (2, 3)}, {"K_STAGES": (2, 3)}),
     "separable.query_grad": OF_QUERIES,
     "separable.key_grad": OF_KEYS,
     "separable.score_grad": (TOGETHER,),
@@ -43,6 +44,11 @@ GRIDS: Mapping[str, tuple[Grid, ...]] = {
     "tapa.key_grad": OF_KEYS,
     "tapa.joint": ({"BLOCK_M": (32, 64), "STAGES": (2, 3), "maxnreg": (128, 168)},),
     "tapa.flash.forward": ({"tile_m": (128, 192), "tile_n": (64, 96, 128)}, {"turn": (0.3, 0.5)}),
+    "separable.flash.forward": ({"tile_m": (128, 192), "tile_n": (80, 96, 112, 128)},),
+    "separable.flash.gradient": (
+        {"m_block_size": (64, 80, 96), "n_block_size": (80, 96, 128)},
+        {"num_stages_Q": (1, 2), "num_stages_dO": (1, 2)},
+    ),
     "separable.flash.ahead": ({"programs": (0, 24, 32, 44, 60)},),
     "separable.flash.stays": ({"queries": (0, 50_000, 100_000, 1 << 40)},),
     **{kernel: ({"body": bodies},) for kernel, bodies in BODIES.items()},
@@ -52,14 +58,15 @@ fastest in the round before; what is not named stays as it is."""
 
 
 class Trial(NamedTuple):
-    """A call whose time is measured, and what it has to give: `truth` for the first heads of the first row."""
+    """A call whose time is measured, and what it gives and has to give for the first heads of the first row."""
 
-    run: Callable[[], Tensors]
+    run: Callable[[], object]
+    given: Callable[[], Tensors]
     truth: Callable[[], Tensors]
 
     def error(self) -> float:
         """The greatest relative error of a result."""
-        pairs = zip(self.run(), self.truth(), strict=True)
+        pairs = zip(self.given(), self.truth(), strict=True)
         return max(((x[:1, : y.shape[1]].double() - y).norm() / y.norm()).item() for x, y in pairs)
 
 
@@ -166,9 +173,9 @@ class Case:
         out, lse, *rotated = self.forward("triton")
         return *(rotated if self.kind == "rope" else self.inputs[:2]), out, lse
 
-    def backward(self, body: str) -> Tensors:
+    def backward(self, body: str, dout: Tensor) -> Tensors:
         """Gradients of q, k and v."""
-        (_, _, v, dout), (q, k, out, lse) = self.inputs, self.saved
+        v, (q, k, out, lse) = self.inputs[2], self.saved
         if self.kind == "tapa":
             alpha = torch.full((), 0.1, device="cuda")
             given = (dout, None, q, k, v, alpha, out, lse, *(None,) * 4)
@@ -177,20 +184,41 @@ class Case:
         return library.separable_backward(*given, *self.settings(body))[:3]
 
     @cached_property
+    def seen(self) -> Tensor:
+        """Queries that are held to the reference, from the first to the last."""
+        return torch.linspace(0, self.length - 1, min(self.length, SEEN), device="cuda").round().long()
+
+    @cached_property
+    def seen_dout(self) -> Tensor:
+        """The gradient of the output where only these are seen."""
+        dout = self.inputs[3]
+        return torch.zeros_like(dout).index_copy(2, self.seen, dout[:, :, self.seen])
+
+    @cached_property
     def truth(self) -> Tensors:
-        """Output and gradients of q, k and v for JUDGED heads of the first row, in float32."""
+        """Output and gradients of q, k and v for JUDGED heads of the first row, as these queries see, in float32."""
         q, k, v, dout = (x[:1, :JUDGED].float() for x in self.inputs)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
+        seen = q[:, :, self.seen]
+        leaves = [x.requires_grad_() for x in (seen, k, v)]
         at = Positions.arange(self.length, device="cuda")
+        q_at = Positions(at.index[:, self.seen], at.segment[:, self.seen])
         with torch.enable_grad():
-            out, _ = reference(q, k, v, self.encoding, at, at)
-            return out.detach(), *torch.autograd.grad(out, leaves, dout)
+            out, _ = reference(seen, k, v, self.encoding, q_at, at)
+            return out.detach(), *torch.autograd.grad(out, leaves, dout[:, :, self.seen])
 
     def onward(self, body: Callable[[], str]) -> Trial:
-        return Trial(lambda: self.forward(body())[:1], lambda: self.truth[:1])
+        return Trial(
+            lambda: self.forward(body()),
+            lambda: (self.forward(body())[0][:, :, self.seen],),
+            lambda: self.truth[:1],
+        )
 
     def back(self, body: str) -> Trial:
-        return Trial(lambda: self.backward(body), lambda: self.truth[1:])
+        def given() -> Tensors:
+            dq, dk, dv = self.backward(body, self.seen_dout)
+            return dq[:, :, self.seen], dk, dv
+
+        return Trial(lambda: self.backward(body, self.inputs[3]), given, lambda: self.truth[1:])
 
 
 def unique(metas: Sequence[Meta]) -> list[Meta]:
@@ -249,13 +277,14 @@ class Family:
     def small(self, length: int) -> Trial:
         """Forward passes of few queries, of one, two and four rows."""
         *fewer, last = (Case(self.kind, self.width, length, rows) for rows in (1, 2, 4))
+        trial = last.onward(lambda: "flash")
 
-        def run() -> Tensors:
+        def run() -> None:
             for case in fewer:
                 case.forward("flash")
-            return last.forward("flash")[:1]
+            trial.run()
 
-        return Trial(run, lambda: last.truth[:1])
+        return Trial(run, trial.given, trial.truth)
 
     def tile(self, name: str, make: Callable[[int], Trial], **fixed: str) -> Subject:
         rows = {f"{self.operator}.{choice}": {"body": body} for choice, body in fixed.items()}
@@ -290,6 +319,8 @@ class Family:
         if self.kind == "pope":
             for name in ("score_grad", "query_product", "key_product"):
                 yield self.tile(name, back, **{"triton.backward": "stored"})
+            yield self.tile("flash.forward", partial(self.onward, "flash"))
+            yield self.tile("flash.gradient", partial(self.back, "flash"), **{"flash.backward": "flash"})
 
     def bodies(self) -> Iterator[Subject]:
         if self.kind == "tapa":

@@ -7,13 +7,15 @@ finds them.
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
+from threading import Thread
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from phasewise.bench.subjects import HEADS, Subject, subjects
+from phasewise.bench.subjects import HEADS, Subject, forget_sizes, subjects
 from phasewise.bench.workers import MOST_PROCESSES, PATIENCE, Lost, outcomes
+from phasewise.kernels.packages import flash_obstacle
 from phasewise.positions import Positions
 from phasewise.reference import reference
 
@@ -42,18 +44,31 @@ def keep_kernels() -> None:
 
 
 def visited(visits: Sequence[Visit]) -> Iterator[tuple[Visit, dict[str, float] | str]]:
-    """Each visit with the errors at the gate, none at other lengths, or why it failed, as they are done."""
+    """Each visit with the errors at the gate, none at other lengths, or why it failed, as they are done.
+
+    Those that take compilers longest begin first.
+    """
+    loading = Thread(target=flash_obstacle, args=("phasewise.kernels.flash_ahead",))
+    loading.start()  # by this process, which will need it, and where others compile the while
     processes = min(MOST_PROCESSES, os.cpu_count() or 1, len(visits))
-    for visit, found in outcomes(visit_once, deque(visits), processes=processes, seconds=PATIENCE):
+    for visit, found in outcomes(
+        visit_once, deque(sorted(visits, key=short)), processes=processes, seconds=PATIENCE
+    ):
         why = found.reason if isinstance(found, Lost) else found
         if isinstance(why, str):
             print(f"{visit.name} is not measured: {why}", flush=True)
         yield visit, why
+    loading.join()
+
+
+def short(visit: Visit) -> bool:
+    """Whether no compiler but Triton's is needed."""
+    return not any(slow in visit.subject for slow in ("flash", "flex", "PoPE-pytorch"))
 
 
 def visit_once(visit: Visit) -> dict[str, float] | str:
     """What `visited` gives of a visit."""
-    torch.compiler.reset()  # a compiled function serves a few sizes only
+    forget_sizes()
     try:
         subject = next(s for s in subjects(visit.width, visit.length) if s.name == visit.subject)
         if visit.length == GATE_LENGTH:
