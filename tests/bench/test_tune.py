@@ -78,6 +78,21 @@ def test_a_body_that_there_is_not_is_named(right, wrong, message, copied):
         table.launch("tapa.forward", torch.zeros(1), qk=64, v=64, length=1)
 
 
+def test_tiles_for_just_some_widths_serve_no_others(copied, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+    monkeypatch.setattr(table, "name_of", lambda _: "a GPU")
+
+    def tiles(qk, v):
+        return table.exact("separable.flash.forward", torch.device("cpu"), torch.bfloat16, qk, v)
+
+    assert tiles(128, 64) == {"tile_m": 192, "tile_n": 112}
+    assert tiles(64, 64) is None
+    assert tiles(128, 32) is None
+    tune.write([row(kernel="separable.flash.forward", qk=256, v=128, meta={"tile_m": 128, "tile_n": 80})])
+    assert tiles(256, 128) == {"tile_m": 128, "tile_n": 80}
+    assert tiles(128, 64) == {"tile_m": 192, "tile_n": 112}
+
+
 def test_every_kernel_and_choice_of_the_table_is_measured():
     decoded = decoding(["plain", "rope", "pope", "polar", "tapa"], [64], 4096)
     measured = {s.kernel for chain in (*chains([64], LENGTHS), *decoded) for stage in chain for s in stage}

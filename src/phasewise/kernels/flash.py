@@ -1,19 +1,22 @@
 """flash-attn-4's kernels for Hopper, without its interface (optional package).
 
 That interface decides anew at every call what follows from dtypes and widths, which costs more of the CPU than a
-small model's attention takes on the GPU. Here a kernel is compiled once for these, for any lengths, and then called.
+small model's attention takes on the GPU. Here a kernel is compiled once for these, for any lengths, and then called;
+quack's cache of kernels on disk (`QUACK_CACHE_DIR`, `QUACK_CACHE_ENABLED`) serves the next process.
 Queries are `[B, H, T, E]`, keys `[B, H / group, S, E]`, values `[B, H / group, S, D]`; the kernels have places before
 heads.
 """
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import quack.cache
 import torch
 from cutlass import Float32, Int32
 from flash_attn.cute import interface, utils
@@ -24,8 +27,10 @@ from torch import Tensor
 from phasewise.kernels.flash_persistent import PersistentForward
 from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import expanded_like
-from phasewise.kernels.tiles import EMPTY_LSE, launch, launch_table
+from phasewise.kernels.table import exact
+from phasewise.kernels.tiles import EMPTY_LSE, launch
 
+quack.cache.EXTRA_SOURCE_DIRS += [Path(__file__).parent, Path(interface.__file__).parent]
 ELEMENTS = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 NO_AUXILIARY = utils.AuxData(None, None)
 
@@ -50,12 +55,6 @@ class Kind(NamedTuple):
         """Whether the forward's programs can stay for many tiles (`flash_persistent`)."""
         return self.row_ends and self.v_width % 16 == 0 and 64 % self.group == 0
 
-    @property
-    def tiles(self) -> dict[str, Any]:
-        """Rows of the launch table for exactly these widths; without one flash-attn-4 chooses."""
-        rows = launch_table()["flash_tiles"]
-        return next((row for row in rows if (row["qk"], row["v"]) == (self.width, self.v_width)), {})
-
 
 def kind_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> Kind:
     return Kind(q.dtype, q.shape[3], v.shape[3], q.shape[1] // k.shape[1], causal, window is not None)
@@ -64,6 +63,14 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -
 def sides_of(causal: bool, window: int | None) -> tuple[int | None, int | None]:
     """How many keys a window shows before and after a query's own."""
     return (None, None) if window is None else (window - 1, 0 if causal else window - 1)
+
+
+def forward_config(kind: Kind, device: torch.device) -> Any:
+    """Tiles of the forward: the launch table's for just these widths, or else flash-attn-4's own."""
+    tiles = exact("separable.flash.forward", device, kind.dtype, kind.width, kind.v_width)
+    if tiles is None:
+        return interface._tile_size_fwd_sm90(kind.width, kind.v_width, kind.row_ends, kind.windowed)
+    return interface.FwdConfig(tiles["tile_m"], tiles["tile_n"], mma_pv_is_rs=True, intra_wg_overlap=True)
 
 
 def compiled(kernel: Any, *arguments: Any) -> Any:
@@ -80,15 +87,20 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def kept(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What compiles a kernel, once for its arguments: in a process, and on disk for all others, by those and by the
+    sources of quack, flash-attn-4 and ours.
+    """
+    return functools.cache(quack.cache.jit_cache(quiet()(make)))
+
+
 def forward_kernel(
-    kind: Kind, form: type[FlashAttentionForwardSm90] = FlashAttentionForwardSm90, **settings: Any
+    kind: Kind,
+    config: Any,
+    form: type[FlashAttentionForwardSm90] = FlashAttentionForwardSm90,
+    **settings: Any,
 ) -> Any:
-    """The forward to compile, with the launch table's tiles or else flash-attn-4's own."""
-    config = (
-        interface.FwdConfig(*kind.tiles["forward"], mma_pv_is_rs=True, intra_wg_overlap=True)
-        if kind.tiles
-        else interface._tile_size_fwd_sm90(kind.width, kind.v_width, kind.row_ends, kind.windowed)
-    )
+    """The forward to compile."""
     return form(
         ELEMENTS[kind.dtype], kind.width, kind.v_width, kind.group, is_causal=kind.row_ends, is_local=kind.windowed,
         pack_gqa=kind.group > 1, tile_m=config.m_block_size, tile_n=config.n_block_size, num_stages=2,
@@ -96,16 +108,15 @@ def forward_kernel(
     )  # fmt: skip
 
 
-@functools.cache
-@quiet()
-def compiled_forward(kind: Kind, stays: bool) -> Any:
-    """The forward: (q, k, v, out, lse, scale, ...). stays: whether its programs do, which takes a counter."""
+@kept
+def compiled_forward(kind: Kind, config: Any, programs: int) -> Any:
+    """The forward: (q, k, v, out, lse, scale, ...). programs: those that stay, which takes a counter; 0 for none."""
     q, k, v, out, *_ = interface.make_fake_bwd_tensors(ELEMENTS[kind.dtype], kind.group > 1, False, False)
     lse = make_fake_tensor(Float32, (*(q.shape[i] for i in (0, 2, 1)),))
     sides = (1, 1) if kind.windowed else (None, None)
-    kernel, auxiliary = forward_kernel(kind), NO_AUXILIARY
-    if stays:
-        kernel = forward_kernel(kind, PersistentForward, programs=multiprocessors(torch.device("cuda")))
+    kernel, auxiliary = forward_kernel(kind, config), NO_AUXILIARY
+    if programs:
+        kernel = forward_kernel(kind, config, PersistentForward, programs=programs)
         auxiliary = utils.AuxData([make_fake_tensor(Int32, (1,))], None)
     return compiled(
         kernel, q, k, v, out, lse, Float32(1.0), *(None,) * 5, *sides, None, None, auxiliary, None, None
@@ -125,7 +136,7 @@ def forward(
     stays = kind.can_stay and rows * heads * queries >= many
     if stays:
         auxiliary = utils.AuxData([torch.zeros(1, dtype=torch.int32, device=q.device)], None)
-    compiled_forward(kind, stays)(
+    compiled_forward(kind, forward_config(kind, q.device), multiprocessors(q.device) if stays else 0)(
         copyable(q), copyable(k), copyable(v), out.transpose(1, 2), lse, scale, *(None,) * 5,
         *sides_of(causal, window), None, None, auxiliary, None, None,
     )  # fmt: skip

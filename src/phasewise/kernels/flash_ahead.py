@@ -12,7 +12,7 @@ from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
 from phasewise.kernels.ahead import VECTOR, Plan
-from phasewise.kernels.flash import ELEMENTS, Kind, compiled, copyable, forward_kernel, quiet
+from phasewise.kernels.flash import ELEMENTS, Kind, compiled, copyable, forward_config, forward_kernel, kept
 from phasewise.kernels.flash_awaiting import AwaitingForward
 from phasewise.kernels.flash_expanding import ExpandingForward
 from phasewise.kernels.flash_prepare import HEADS, Preparing
@@ -47,9 +47,10 @@ class Ahead:
         self.attention(multiplied, k_made, v, out, lse, scale, *(None,) * 9, awaited, None, None, stream)
 
 
-@functools.cache
-@quiet()
-def compiled_ahead(kind: Kind, n: int, preparation: str, phased: bool, key_heads: int) -> Any:
+@kept
+def compiled_ahead(
+    kind: Kind, config: Any, programs: int, n: int, preparation: str, phased: bool, key_heads: int
+) -> Any:
     """For any lengths. kind is that of what is multiplied; key_heads are counted together."""
     element = ELEMENTS[kind.dtype]
     rotates = preparation == "rope"
@@ -63,7 +64,7 @@ def compiled_ahead(kind: Kind, n: int, preparation: str, phased: bool, key_heads
     return compiled(
         Ahead(
             Preparing(element, n, preparation, key_heads * kind.group, key_heads),
-            forward_kernel(kind, form, programs=multiprocessors(torch.device("cuda")), **settings),
+            forward_kernel(kind, config, form, programs=programs, **settings),
         ),
         halves((*of_query, width)), halves((*of_key, width)), halves((*of_query, 2 * n)) if rotates else None,
         halves((*of_key, 2 * n)), halves((*of_key, kind.v_width)), halves((*of_query, kind.v_width)),
@@ -86,7 +87,8 @@ def forward(
     together = max(count for count in range(1, most + 1) if key_heads % count == 0)
     counts = torch.zeros(1 + rows * key_heads // together, dtype=torch.int32, device=q.device)
     kind = Kind(q.dtype, 2 * n, v.shape[3], heads // key_heads, True, False)
-    compiled_ahead(kind, n, preparation, phase is not None, together)(
+    settings = (n, preparation, phase is not None, together)
+    compiled_ahead(kind, forward_config(kind, q.device), multiprocessors(q.device), *settings)(
         copyable(q), copyable(k), None if q_made is None else q_made.transpose(1, 2), k_made.transpose(1, 2),
         copyable(v), out.transpose(1, 2), lse, q_angle.expand(rows, -1, -1), k_angle.expand(rows, -1, -1), phase,
         counts[:1], counts[1:], factor, scale, *plan,

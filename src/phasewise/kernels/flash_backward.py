@@ -11,9 +11,10 @@ from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from quack.compile_utils import make_fake_tensor
 from torch import Tensor
 
-from phasewise.kernels.flash import ELEMENTS, NO_AUXILIARY, Kind, compiled, copyable, kind_of, quiet, sides_of
+from phasewise.kernels.flash import ELEMENTS, NO_AUXILIARY, Kind, compiled, copyable, kept, kind_of, sides_of
 from phasewise.kernels.flash_ordered import OrderedBackward
 from phasewise.kernels.prepare import Sums, finish_rotated, rotate
+from phasewise.kernels.table import exact
 from phasewise.kernels.tiles import power_of_two
 
 HOPPER = 90
@@ -34,49 +35,40 @@ class Backward(NamedTuple):
     by_channels: bool  # whether they are held as `prepare.Sums` has them
 
 
-@functools.cache
-def _config(kind: Kind) -> Any:
+def _config(kind: Kind, device: torch.device) -> Any:
     """For widths (128, 64) flash-attn-4's own tiles are those of (128, 128), so the launch table has some of ours."""
-    if kind.tiles:
-        return interface.BwdConfig(*kind.tiles["backward"])
+    tiles = exact("separable.flash.gradient", device, kind.dtype, kind.width, kind.v_width)
+    if tiles is not None:
+        return interface.BwdConfig(**tiles)
     return interface._tile_size_bwd_sm90(kind.width, kind.v_width, kind.row_ends, kind.windowed)
 
 
-@functools.cache
-def _by_rows(kind: Kind) -> bool:
+def _by_rows(kind: Kind, config: Any) -> bool:
     """Whether dq's sums are held by 64 rows and the halves of their channels."""
-    config = _config(kind)
     rows = config.m_block_size == 64 * config.AtomLayoutMdQ
     return rows and not config.dQ_swapAB and kind.width % 64 == 0
 
 
-@functools.cache
-def _turns(kind: Kind, n: int) -> bool:
+def _turns(kind: Kind, config: Any, n: int) -> bool:
     """Whether RoPE's gradients of queries, by n angles, are turned back out of their sums, and those of keys where they
     are made, which from 128 channels on takes less time than to read and write them again.
     """
-    config = _config(kind)
     whole = config.AtomLayoutNdKV == config.num_wg and not config.dKV_swapAB
     paired = kind.width == 2 * n and n == power_of_two(n)
-    return kind.width >= 128 and paired and whole and kind.group == 1 and _by_rows(kind)
+    return kind.width >= 128 and paired and whole and kind.group == 1 and _by_rows(kind, config)
 
 
-@functools.cache
-@quiet()
-def compiled_backward(kind: Kind, with_dlse: bool, all_see: bool, turned: bool) -> Backward:
-    """The deterministic backward, which adds up dq in a fixed order; all_see: there is no window, and no query sees
-    nothing; turned: as `OrderedBackward` has it, for which all must see.
-    """
-    element, grouped, config = ELEMENTS[kind.dtype], kind.group > 1, _config(kind)
-    warps = config.num_wg * 128
-    multiple = 64 if config.dKV_swapAB else 32
+@kept
+def compiled_main(kind: Kind, config: Any, all_see: bool, turned: bool) -> Any:
+    """The deterministic backward itself, which adds up dq in a fixed order."""
+    element, grouped = ELEMENTS[kind.dtype], kind.group > 1
     kernel = (functools.partial(OrderedBackward, turned=turned) if all_see else FlashAttentionBackwardSm90)(
         element, kind.width, kind.v_width, kind.group, kind.row_ends, is_local=kind.windowed, deterministic=True,
         tile_m=config.m_block_size, tile_n=config.n_block_size, Q_stage=config.num_stages_Q,
         dO_stage=config.num_stages_dO, PdS_stage=config.num_stages_PdS, SdP_swapAB=config.SdP_swapAB,
         dKV_swapAB=config.dKV_swapAB, dQ_swapAB=config.dQ_swapAB, AtomLayoutMSdP=config.AtomLayoutMSdP,
-        AtomLayoutNdKV=config.AtomLayoutNdKV, AtomLayoutMdQ=config.AtomLayoutMdQ, num_threads=warps + 128,
-        q_subtile_factor=2, dQ_single_wg=config.dQ_single_wg,
+        AtomLayoutNdKV=config.AtomLayoutNdKV, AtomLayoutMdQ=config.AtomLayoutMdQ,
+        num_threads=config.num_wg * 128 + 128, q_subtile_factor=2, dQ_single_wg=config.dQ_single_wg,
     )  # fmt: skip
     q, k, v, _, dout, _, dk, dv, _, lse2, delta, dq_sum, dk_sum, dv_sum, _ = interface.make_fake_bwd_tensors(
         element, grouped, False, False
@@ -89,38 +81,58 @@ def compiled_backward(kind: Kind, with_dlse: bool, all_see: bool, turned: bool) 
     sides = (1, 1) if kind.windowed else (None, None)
     angles = make_fake_tensor(Float32, (k.shape[0], k.shape[1], cute.sym_int()), divisibility=4)
     auxiliary = utils.AuxData([angles], None) if turned else NO_AUXILIARY
-    main = compiled(
+    return compiled(
         kernel, q, k, v, dout, lse2, delta, dq_sum, dk, dv, Float32(1.0), *(None,) * 4, *sides, *turns,
         auxiliary, None, None,
     )  # fmt: skip
-    finish = functools.partial(_compiled_finish, element, multiple=multiple)
-    dq_warps = 128 if config.dQ_single_wg else warps
-    keys = (config.n_block_size, warps, config.AtomLayoutNdKV, config.dKV_swapAB)
-    return Backward(
-        prepare=interface._compile_bwd_preprocess(
-            element, kind.width, kind.v_width, config.m_block_size, False, False, with_dlse, not all_see, False, True,
-            True, False, False, 1, 1, False, multiple,
-        ),
-        main=main,
-        finish_queries=finish(
-            kind.width, config.m_block_size, dq_warps, config.AtomLayoutMdQ, config.dQ_swapAB
-        ),
-        finish_keys=finish(kind.width, *keys) if grouped else None,
-        finish_values=finish(kind.v_width, *keys) if grouped else None,
-        tile_m=config.m_block_size,
-        tile_n=config.n_block_size,
-        multiple=multiple,
-        by_rows=_by_rows(kind),
-        by_channels=config.dQ_swapAB and warps == 256 and config.AtomLayoutMdQ == 1 and kind.width == 128
-        and config.m_block_size % 16 == 0,
+
+
+@kept
+def compiled_prepare(
+    dtype: torch.dtype, width: int, v_width: int, tile_m: int, with_dlse: bool, zeros: bool, multiple: int
+) -> Any:
+    """What makes delta, and zeros for sums of dq where that is asked for."""
+    return interface._compile_bwd_preprocess(
+        ELEMENTS[dtype], width, v_width, tile_m, False, False, with_dlse, zeros, False, True, True, False, False, 1, 1,
+        False, multiple,
     )  # fmt: skip
 
 
-def _compiled_finish(element: Any, width: int, *layout: Any, multiple: int) -> Any:
+@kept
+def compiled_finish(dtype: torch.dtype, multiple: int, width: int, *layout: Any) -> Any:
     """From float32 sums, in the order of the product's registers, to a gradient: (sums, gradient, scale, ...)."""
     return interface._compile_bwd_postprocess(
-        element, width, *layout, False, False, False, 1, HOPPER, False, None, multiple
+        ELEMENTS[dtype], width, *layout, False, False, False, 1, HOPPER, False, None, multiple
     )
+
+
+@functools.cache
+def compiled_backward(kind: Kind, config: Any, with_dlse: bool, all_see: bool, turned: bool) -> Backward:
+    """The deterministic backward; all_see: there is no window, and no query sees nothing; turned: as
+    `OrderedBackward` has it, for which all must see.
+    """
+    warps = config.num_wg * 128
+    multiple = 64 if config.dKV_swapAB else 32
+    finish = functools.partial(compiled_finish, kind.dtype, multiple)
+    dq_warps = 128 if config.dQ_single_wg else warps
+    keys = (config.n_block_size, warps, config.AtomLayoutNdKV, config.dKV_swapAB)
+    return Backward(
+        prepare=compiled_prepare(
+            kind.dtype, kind.width, kind.v_width, config.m_block_size, with_dlse, not all_see, multiple
+        ),
+        main=compiled_main(kind, config, all_see, turned),
+        finish_queries=finish(
+            kind.width, config.m_block_size, dq_warps, config.AtomLayoutMdQ, config.dQ_swapAB
+        ),
+        finish_keys=finish(kind.width, *keys) if kind.group > 1 else None,
+        finish_values=finish(kind.v_width, *keys) if kind.group > 1 else None,
+        tile_m=config.m_block_size,
+        tile_n=config.n_block_size,
+        multiple=multiple,
+        by_rows=_by_rows(kind, config),
+        by_channels=config.dQ_swapAB and warps == 256 and config.AtomLayoutMdQ == 1 and kind.width == 128
+        and config.m_block_size % 16 == 0,
+    )  # fmt: skip
 
 
 class Held(NamedTuple):
@@ -167,11 +179,12 @@ def backward(
     grouped = heads > key_heads
     all_see = window is None and (queries <= keys or not causal)
     kind = kind_of(q, k, v, causal, window)
-    turned = angles is not None and all_see and _turns(kind, angles.shape[2])
+    config = _config(kind, q.device)
+    turned = angles is not None and all_see and _turns(kind, config, angles.shape[2])
     auxiliary = NO_AUXILIARY
     if turned and angles is not None:
         auxiliary = utils.AuxData([angles.expand(rows, -1, -1)], None)
-    step = compiled_backward(kind, dlse is not None, all_see, turned)
+    step = compiled_backward(kind, config, dlse is not None, all_see, turned)
     tiles_m, tiles_n = -(-queries // step.tile_m), -(-keys // step.tile_n)
     padded = tiles_m * step.tile_m
     wide, v_wide = (-(-x // step.multiple) * step.multiple for x in (width, v_width))

@@ -81,6 +81,13 @@ def row(kernel: str, device: str, kind: torch.dtype, *, qk: int, v: int, length:
     raise ValueError(f"{kernel} has no launch configuration for {name}, widths {qk} and {v}, {device}")
 
 
+@functools.lru_cache(maxsize=4096)
+def exact(kernel: str, on: torch.device, kind: torch.dtype, qk: int, v: int) -> Mapping[str, Any] | None:
+    """The meta of a row for just these widths; None without one."""
+    rows = _rows(kernel, name_of(on) or on.type, kind)
+    return next((row["meta"] for row in rows if (row["qk"], row["v"]) == (qk, v)), None)
+
+
 def ranked(
     kernel: str, device: str | None, kind: torch.dtype, *, qk: int, v: int, length: int
 ) -> tuple[str, ...]:
@@ -102,6 +109,7 @@ def ranked(
 def forget_choices() -> None:
     """Choose anew from now on, as the table has changed."""
     chosen.cache_clear()
+    exact.cache_clear()
     _rows.cache_clear()
 
 

@@ -5,7 +5,6 @@ consecutive places the distance power is a function of row - column alone, so it
 thread's part of a tile reads one entry for every diagonal of 8 x 8 blocks.
 """
 
-import functools
 import math
 import operator
 from functools import partial
@@ -378,8 +377,7 @@ class TapaForward(FlashAttentionForwardSm90):
             out[r, None].store(out[r, None].load() * fade)
 
 
-@functools.cache
-@flash.quiet()
+@flash.kept
 def compiled(dtype: torch.dtype, amplitude_dim: int, width: int, v_width: int, group: int, **tiles: float):
     """The kernel for these, for any lengths: (q, k, v, out, lse, scale, ...) as flash-attn-4's."""
     element = flash.ELEMENTS[dtype]
