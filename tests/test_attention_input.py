@@ -153,22 +153,33 @@ def test_places_that_are_none_are_named(make, message):
 
 
 class _Attention(torch.nn.Module):
-    def __init__(self, encoding):
+    def __init__(self, encoding, window):
         super().__init__()
-        self.encoding = encoding
+        self.encoding, self.window = encoding, window
 
     def forward(self, q, k, v):
-        return attention(q, k, v, self.encoding)
+        return attention(q, k, v, self.encoding, window=self.window)
 
 
-def test_a_module_with_attention_is_exported_for_lengths_in_a_range():
+@pytest.mark.parametrize(
+    ("encoding", "window", "longest"),
+    [
+        (PoPE(num_heads=2, head_dim=8, phase_init="uniform"), None, 100_000),
+        (RoPE(head_dim=8), 5, 16_000),  # with a mask of T x S elements
+        (ALiBi(num_heads=2), None, 11_000),
+        (TAPA(head_dim=8), None, 2_000),  # by the reference, in one block
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_a_module_with_attention_is_exported_once_for_every_length_in_a_range(encoding, window, longest):
     torch.manual_seed(0)
-    module = _Attention(PoPE(num_heads=2, head_dim=8, phase_init="uniform"))
-    length = torch.export.Dim("length", min=4, max=500)
+    module = _Attention(encoding, window)
+    length = torch.export.Dim("length", min=1, max=longest)
     example = [torch.randn(1, 2, 20, 8) for _ in range(3)]
     exported = torch.export.export(module, tuple(example), dynamic_shapes=({2: length},) * 3).module()
-    q, k, v = (torch.randn(1, 2, 33, 8) for _ in range(3))
-    torch.testing.assert_close(exported(q, k, v), module(q, k, v))
+    for length in (3, 33, 1100):
+        q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
+        torch.testing.assert_close(exported(q, k, v), module(q, k, v))
 
 
 @pytest.mark.parametrize(

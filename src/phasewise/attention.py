@@ -220,8 +220,10 @@ def _has_tangent(x: Tensor) -> bool:
 
 def _needs_mask(call: Call) -> bool:
     length, keys = call.q.shape[2], call.k.shape[2]
-    if call.at is not None or (call.window is not None and call.window < keys):
+    if call.at is not None:
         return True
+    if call.window is not None and (torch.compiler.is_exporting() or call.window < keys):
+        return True  # one graph for every length
     return call.causal and length not in (1, keys)
 
 
@@ -286,8 +288,13 @@ def _sdpa(call: Call) -> Tensor:
 
 
 def _blocked_is_faster(q: Tensor) -> bool:
-    """Whether blocks of queries beat torch's CPU kernel on values padded to the width of q, as measured."""
-    return q.device.type == "cpu" and q.element_size() >= 4 and q.shape[2] >= BLOCKED_LENGTH
+    """Whether blocks of queries beat torch's CPU kernel on values padded to the width of q, as measured.
+
+    What is exported has torch's own operators alone, and one graph for every length.
+    """
+    if q.device.type != "cpu" or q.element_size() < 4 or torch.compiler.is_exporting():
+        return False
+    return q.shape[2] >= BLOCKED_LENGTH
 
 
 def _validate(

@@ -44,10 +44,12 @@ def reference(
         mask = visible(at, k_at, causal=causal, window=window)[:, None]
         return _softmax_values(scores, mask, v.to(dtype))
 
-    size = max(1, SCORES_AT_ONCE // (batch * heads * k.shape[2]))
-    if size >= length:
+    if (
+        batch * heads * length * k.shape[2] <= SCORES_AT_ONCE
+    ):  # a product, of which torch.export tells the bound
         out, lse = block(q, k, v, 0)
         return out.to(v.dtype), lse
+    size = max(1, SCORES_AT_ONCE // (batch * heads * k.shape[2]))
     blocks = [recomputed(block, q[:, :, at : at + size], k, v, at) for at in range(0, length, size)]
     outs, lses = zip(*blocks, strict=True)
     return torch.cat([out.to(v.dtype) for out in outs], dim=2), torch.cat(lses, dim=2)

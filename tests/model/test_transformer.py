@@ -343,6 +343,22 @@ def test_rescaling_is_refused_where_there_are_no_frequencies(encoding):
         rescaled(model_of(encoding), Geometric(base=100.0))
 
 
+@pytest.mark.parametrize(
+    "encoding", [RoPEConfig(), PoPEConfig(), TAPAConfig(), ALiBiConfig()], ids=lambda e: e.kind
+)
+def test_a_model_is_exported_once_for_every_length_in_a_range(encoding):
+    model = model_of(
+        encoding, kv_heads=4
+    ).eval()  # of grouped ones torch does not prove what TAPA's products assume
+    length = torch.export.Dim("length", min=1, max=1000)
+    exported = torch.export.export(
+        model, (tokens_of(1, 20),), dynamic_shapes={"tokens": {1: length}}
+    ).module()
+    for length in (3, 50):
+        tokens = tokens_of(1, length)
+        torch.testing.assert_close(exported(tokens), model(tokens))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # inductor's own import
 @pytest.mark.parametrize(("encoding", "backend"), [(RoPEConfig(), "aot_eager"), (PoPEConfig(), "inductor")])

@@ -117,7 +117,7 @@ class Spectral(Encoding):
                 some, q[:, :, first:last], k, first
             )  # it would hold the keys turned for every query
 
-        size = max(1, TURNED_AT_ONCE // max(1, k.numel()))
-        if size >= length:  # apart, since torch.compile unrolls a loop, and makes one for each length
+        if length * k.numel() <= TURNED_AT_ONCE:  # apart: torch.compile unrolls a loop, one for each length
             return part(0, length)
+        size = max(1, TURNED_AT_ONCE // k.numel())
         return torch.cat([part(first, first + size) for first in range(0, length, size)], dim=2)
