@@ -342,7 +342,7 @@ def test_only_what_is_right_is_timed(monkeypatch, tmp_path):
     metas = tuple({"body": body} for body in ("refused", "wrong", "right"))
     (found,) = work(tune.Task(subject.name, metas, True)).values()
     assert found[0] == tune.Refused("ValueError: no such body")
-    assert found[1].wrong
+    assert found[1] == tune.Refused("Wrong: 1.0e+00 from the reference", wrong=True)
     assert found[2] == 5.0
     assert list(timed) == ["2"]
     assert call.seen == ["refused", "wrong", "right", "wrong", "right", "right"]

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from phasewise.record import certified, ready, record, replacing
 GAIN = 0.02  # by which another row must be faster than the present one
 WORST = 0.01  # relative error of a right result; bf16 operands cost 0.2 to 0.5 %
 BEHIND = 0.1  # by which what is slower than the fastest after two rounds is measured no longer
+COMPILED = 2048  # tokens a row of the call that compiles a candidate, while others are being timed
 KEPT = 2  # metas from which a round goes on to the next one's settings
 FINALISTS, FEW = 3, 6  # metas measured in turns beside the present; as many as go there at once
 DTYPES = ("bfloat16", "float16")  # measured in the first; instructions of the second take as long
@@ -73,28 +73,40 @@ class Work:
         )
         if self.kept[0] != subject.name:
             self.kept = subject.name, {}
-        return {length: self.timed(subject, task, length) for length in subject.lengths}
+        short = min(COMPILED, *subject.lengths)
+        refused = [attempt(self.run(subject, meta, short)) for meta in task.metas]
+        with self.alone():
+            return {length: self.timed(subject, task, refused, length) for length in subject.lengths}
 
-    def timed(self, subject: Subject, task: Task, length: int) -> list[Result]:
+    def timed(
+        self, subject: Subject, task: Task, refused: Sequence[Refused | None], length: int
+    ) -> list[Result]:
+        found = [
+            why or attempt(self.run(subject, meta, length, judged=True))
+            for meta, why in zip(task.metas, refused, strict=True)
+        ]
+        calls = {
+            str(i): self.run(subject, task.metas[i], length) for i, why in enumerate(found) if why is None
+        }
+        sampled = {"rounds": 5, "repeats": 3} if task.final else {"rounds": 3, "repeats": 1}
+        times = side_by_side(calls, behind=BEHIND, **sampled) if calls else {}
+        return [times[str(i)].median if why is None else why for i, why in enumerate(found)]
+
+    def run(self, subject: Subject, meta: Meta, length: int, *, judged: bool = False) -> Callable[[], object]:
+        """A call with `meta` in force, which raises Wrong if it is judged and does not give what it has to."""
         trials = self.kept[1]
         if length not in trials:
             trials[length] = subject.make(length)
         trial = trials[length]
 
-        def run(meta: Meta) -> object:
+        def call() -> None:
             with in_force(subject, meta, length):
-                return trial.run()
+                if not judged:
+                    trial.run()
+                elif not (error := trial.error()) < WORST:
+                    raise Wrong(f"{error:.1e} from the reference")
 
-        found = [refusal(partial(run, meta)) for meta in task.metas]  # as it is compiled
-        with self.alone():
-            for i, meta in enumerate(task.metas):
-                if found[i] is None:
-                    with in_force(subject, meta, length):
-                        found[i] = wrong(trial)
-            calls = {str(i): partial(run, task.metas[i]) for i, x in enumerate(found) if x is None}
-            sampled = {"rounds": 5, "repeats": 3} if task.final else {"rounds": 3, "repeats": 1}
-            times = side_by_side(calls, behind=BEHIND, **sampled) if calls else {}
-        return [times[str(i)].median if x is None else x for i, x in enumerate(found)]
+        return call
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -102,22 +114,21 @@ class Work:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # as many processes share the device's memory
 
 
-def refusal(call: Callable[[], object]) -> Refused | None:
+class Wrong(Exception):
+    """A result is not what it has to be."""
+
+
+def attempt(call: Callable[[], object]) -> Refused | None:
     """Why a call cannot be made, if it cannot."""
     try:
         call()
     except Exception as error:  # compilers have many ways to refuse a configuration
         torch.cuda.synchronize()  # raises where the process cannot go on
-        return Refused(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        return Refused(f"{type(error).__name__}: {error}".splitlines()[0][:200], isinstance(error, Wrong))
     return None
-
-
-def wrong(trial: Trial) -> Refused | None:
-    """Whether a call does not give what it has to."""
-    error = trial.error()
-    return None if error < WORST else Refused(f"wrong: {error:.1e} from the reference", wrong=True)
 
 
 def start_gpu() -> None:
