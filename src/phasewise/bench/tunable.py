@@ -49,6 +49,7 @@ GRIDS: Mapping[str, tuple[Grid, ...]] = {
         {"m_block_size": (64, 80, 96), "n_block_size": (80, 96, 128)},
         {"num_stages_Q": (1, 2), "num_stages_dO": (1, 2)},
     ),
+    "separable.hopper.ahead": ({"programs": (0, 8, 12, 16, 24, 32, 44)},),
     "separable.flash.ahead": ({"programs": (0, 24, 32, 44, 60)},),
     "separable.flash.stays": ({"queries": (0, 50_000, 100_000, 1 << 40)},),
     **{kernel: ({"body": bodies},) for kernel, bodies in BODIES.items()},
@@ -328,7 +329,11 @@ class Family:
             return
         yield self.subject("flash.stays", (SMALL,), self.small)
         yield self.subject("flash.ahead", self.lengths, partial(self.onward, "flash"))
-        yield self.subject("triton.forward", self.lengths, partial(self.onward, "triton"))
+        ours = partial(self.onward, "triton")
+        yield self.subject(
+            "hopper.ahead", self.lengths, ours, {"separable.triton.forward": {"body": "hopper"}}
+        )
+        yield self.subject("triton.forward", self.lengths, ours)
         for body in ("flash", "triton"):
             yield self.subject(f"{body}.backward", self.lengths, partial(self.back, body))
 
