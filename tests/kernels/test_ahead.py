@@ -27,6 +27,7 @@ FEW = {"rope": Plan(3, 2, 2), "softplus": Plan(0, 5, 2)}
 def planned(
     monkeypatch,
     *,
+    body="flash",
     programs=16,
     queries=2048,
     keys=2048,
@@ -44,7 +45,7 @@ def planned(
     k = torch.empty(rows, heads // group, keys, width, **like)
     v = torch.empty(rows, heads // group, keys, v_width, **like)
     view = {"angles": width // 2, "preparation": "rope", "causal": True, "window": None} | view
-    return ahead.plan(q, k, v, view.pop("angles"), view.pop("preparation"), **view)
+    return ahead.plan(body, q, k, v, view.pop("angles"), view.pop("preparation"), **view)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,12 @@ def planned(
         ({"group": 4}, (13, 3, 4)),
         ({"group": 16, "programs": 2}, (1, 1, 1)),
         ({"preparation": "softplus", "angles": 64}, (0, 16, 16)),
+        ({"body": "hopper", "group": 4}, (13, 3, 16)),
+        (
+            {"body": "hopper", "preparation": "softplus", "angles": 64, "queries": 300, "rows": 64},
+            (2, 14, 64),
+        ),
+        ({"body": "hopper", "width": 24, "angles": 12, "v_width": 24}, (8, 8, 16)),
     ],
 )
 def test_programs_are_shared_out_by_work_and_heads_at_a_time_keep_the_device_busy(

@@ -68,20 +68,18 @@ def separable(
     if body == "triton" and not placed and window is None and slopes is None and seen:
         widths = {"qk": q.shape[3] * (1 if preparation in ("none", "rope") else 2), "v": v.shape[3]}
         body = launch("separable.triton.forward", q, **widths, length=k.shape[2])["body"]
-    if body == "hopper":
-        out, lse, *made = _hopper_forward(
-            q, k, v, q_angle, k_angle, phase, preparation, factor, scale=scale, causal=causal
-        )
-        return out, lse, *(made or rotated)
     if q_angle is not None and k_angle is not None:
         beside = None
-        if body == "flash":
-            beside = ahead.plan(q, k, v, q_angle.shape[2], preparation, causal=causal, window=window)
+        if body in ("flash", "hopper"):
+            beside = ahead.plan(body, q, k, v, q_angle.shape[2], preparation, causal=causal, window=window)
         if beside is not None:
-            from phasewise.kernels import flash_ahead
+            if body == "flash":
+                from phasewise.kernels.flash_ahead import forward
+            else:
+                from phasewise.kernels.hopper_ahead import forward
 
             options = {"preparation": preparation, "factor": factor, "scale": scale}
-            out, lse, *made = flash_ahead.forward(q, k, v, q_angle, k_angle, phase, beside, **options)
+            out, lse, *made = forward(q, k, v, q_angle, k_angle, phase, beside, **options)
             return out, lse, *(made if preparation == "rope" else rotated)
         if preparation == "rope":
             rotated = q2, k2 = prepare.rotate(q, k, q_angle, k_angle, factor)
@@ -91,6 +89,10 @@ def separable(
         from phasewise.kernels import flash
 
         out, lse = flash.forward(q2, k2, v, scale=scale, causal=causal, window=window)
+    elif body == "hopper":
+        from phasewise.kernels import hopper_forward
+
+        out, lse = hopper_forward.forward(q2, k2, v, scale=scale, causal=causal)
     elif body == "cudnn":
         out, lse = borrowed.cudnn_forward(q2, k2, v, scale=scale, causal=causal)
     else:
@@ -111,21 +113,6 @@ def _separable_fake(
     out = q.new_empty(rows, queries, heads, v.shape[3]).transpose(1, 2)
     rotated = (_placewise(x) if preparation == "rope" else q.new_empty(0) for x in (q, k))
     return out, q.new_empty(rows, heads, queries, dtype=torch.float32), *rotated
-
-
-def _hopper_forward(
-    q: Tensor, k: Tensor, v: Tensor, q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
-    preparation: str, factor: float, **view: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Output, log-sum-exp, and RoPE's rotated q and k."""
-    from phasewise.kernels import hopper_forward, prepare
-
-    if q_angle is None or k_angle is None:
-        return hopper_forward.forward(q, k, v, **view)
-    if preparation == "rope":
-        rotated = prepare.rotate(q, k, q_angle, k_angle, factor)
-        return *hopper_forward.forward(*rotated, v, **view), *rotated
-    return hopper_forward.forward(*prepare.polar(q, k, q_angle, k_angle, phase, preparation), v, **view)
 
 
 def _placewise(x: Tensor) -> Tensor:
