@@ -332,7 +332,7 @@ class Sums(NamedTuple):
 
 def _grouped(heads: int) -> int:
     """How many heads share a program: as many, up to eight, as divide all of them."""
-    return max(count for count in range(1, 9) if heads % count == 0)
+    return next(count for count in range(8, 0, -1) if heads % count == 0)
 
 
 def _places(length: int, elements: int, columns: int) -> int:
@@ -373,7 +373,8 @@ def row_step(angle: Tensor) -> int:
 def expanded_like(x: Tensor, width: int) -> Tensor:
     """Uninitialised `[B, H, T, width]`, stored place by place with the heads side by side."""
     rows, heads, length, _ = x.shape
-    return x.new_empty(rows, length, heads, width).transpose(1, 2)
+    place = heads * width
+    return x.new_empty_strided((rows, heads, length, width), (length * place, width, place, 1))
 
 
 def polar(

@@ -248,14 +248,16 @@ def describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     Reads x in place when its strides allow the copy engine (unit last stride, the others positive multiples
     of 16 bytes, 16-byte aligned start); otherwise a contiguous copy.
     """
-    outer = zip(x.shape[:3], x.stride()[:3], strict=True)
-    strides = [stride if size > 1 else x[0, 0].numel() for size, stride in outer]
-    width = 16 // x.element_size()
-    regular = x.stride(3) == 1 and all(s > 0 and s % width == 0 for s in strides)
+    shape, strides, width = list(x.shape), list(x.stride()), 16 // x.element_size()
+    for axis in range(3):
+        if shape[axis] == 1:
+            strides[axis] = shape[2] * shape[3]
+    regular = strides[3] == 1 and all(s > 0 and s % width == 0 for s in strides[:3])
     if not regular or x.data_ptr() % 16:
-        x = torch.nn.functional.pad(x, (0, -x.shape[3] % width)).contiguous()
-        strides = [x.shape[1:].numel(), x.shape[2:].numel(), x.shape[3]]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, columns])
+        x = torch.nn.functional.pad(x, (0, -shape[3] % width)).contiguous()
+        strides = [x.shape[1:].numel(), x.shape[2:].numel(), x.shape[3], 1]
+        shape[3] = x.shape[3]
+    return TensorDescriptor(x, shape, strides, [1, 1, rows, columns])
 
 
 def ceil_div(a: int, b: int) -> int:
