@@ -9,6 +9,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from phasewise.kernels import tapa, tapa_backward, tapa_joint, tapa_turns  # noqa: E402
+from phasewise.kernels.table import launch_table  # noqa: E402
 from phasewise.kernels.tapa_score import BEFORE, Score  # noqa: E402
 from tests.kernels.test_tapa import DEVICE, GPU, definition, float32_definition, inputs  # noqa: E402
 
@@ -95,7 +96,7 @@ def test_the_queries_gradient_is_read_where_threads_have_put_it(monkeypatch):
 def test_one_pass_serves_the_static_causal_case_at_the_widths_it_is_written_for(
     monkeypatch, score, width, v_width, queries, keys, serves
 ):
-    monkeypatch.setattr(tapa_backward, "launch", lambda *_, **__: {"body": "joint"})
+    monkeypatch.setattr(tapa_backward, "launch", lambda *_, **__: {"body": "joint", "queries": 1024})
     q, k, v = inputs(queries, keys, width=width, v_width=v_width, dtype=torch.float16)
     assert tapa_backward.one_pass(q, k, v, None, score) is serves
 
@@ -113,7 +114,8 @@ def gradients(function, tensors, **options):
 
 def one_pass_gradients(monkeypatch, tensors, **options):
     """`gradients` of the kernel, after a check that it was this one that made them."""
-    monkeypatch.setattr(tapa_backward, "FEWEST", 1)
+    (row,) = (row for row in launch_table()["rows"] if row["kernel"] == "tapa.chunks")
+    monkeypatch.setitem(row["meta"], "queries", 1)
     calls = []
     backward = tapa_joint.backward
     monkeypatch.setattr(tapa_joint, "backward", lambda *given: (calls.append(given), backward(*given)))

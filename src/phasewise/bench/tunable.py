@@ -23,7 +23,11 @@ from phasewise.reference import reference
 
 TOKENS, HEADS = 32_768, 16
 JUDGED, SEEN = 2, 128  # heads of the first row, and queries of theirs, that are held to the reference
-TILED, SMALL = 4096, 2048  # lengths that tiles, and few queries, are measured at
+TILED, SMALL, LONG = (
+    4096,
+    2048,
+    8192,
+)  # lengths that tiles, few queries, and queries of more keys are measured at
 Meta = Mapping[str, Any]
 Tensors = tuple[Tensor, ...]
 Grid = Mapping[str, tuple]
@@ -51,6 +55,7 @@ GRIDS: Mapping[str, tuple[Grid, ...]] = {
     ),
     "separable.hopper.ahead": ({"programs": (0, 8, 12, 16, 24, 32, 44)},),
     "separable.flash.ahead": ({"programs": (0, 24, 32, 44, 60)},),
+    "tapa.chunks": ({"queries": (256, 512, 1024, 2048, 4096, 1 << 40)},),
     "separable.flash.stays": ({"queries": (0, 50_000, 100_000, 1 << 40)},),
     **{kernel: ({"body": bodies},) for kernel, bodies in BODIES.items()},
 }
@@ -119,12 +124,21 @@ class Subject:
 
 @dataclass(frozen=True)
 class Case:
-    """One encoding's attention at a width and a length: drawn causal inputs, `[B, 16, T, D]`, and both passes."""
+    """One encoding's attention at a width and a length: drawn causal inputs, `[B, 16, T, D]`, and both passes.
+
+    queries: T where keys are more.
+    """
 
     kind: str
     width: int
     length: int
     rows: int
+    queries: int = 0
+
+    @property
+    def first(self) -> int:
+        """The place of the first query."""
+        return self.length - (self.queries or self.length)
 
     @cached_property
     def inputs(self) -> Tensors:
@@ -132,7 +146,8 @@ class Case:
         generator = torch.Generator("cuda").manual_seed(0)
         shape = (self.rows, self.length, HEADS, self.width)
         options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
-        return tuple(torch.randn(shape, **options).transpose(1, 2) for _ in range(4))
+        q, k, v, dout = (torch.randn(shape, **options).transpose(1, 2) for _ in range(4))
+        return q[:, :, self.first :], k, v, dout[:, :, self.first :]
 
     @cached_property
     def encoding(self) -> Encoding:
@@ -150,7 +165,7 @@ class Case:
         polar = self.kind == "pope"
         rates = Geometric(base=10_000.0).rates(self.width // (1 if polar else 2), device="cuda")
         turns = angles(torch.arange(self.length, device="cuda")[None], rates)
-        return turns, turns, torch.zeros(HEADS, self.width, device="cuda") if polar else None
+        return turns[:, self.first :], turns, torch.zeros(HEADS, self.width, device="cuda") if polar else None
 
     @property
     def tapa_settings(self) -> tuple[int, float, float, bool, bool, None]:
@@ -187,7 +202,8 @@ class Case:
     @cached_property
     def seen(self) -> Tensor:
         """Queries that are held to the reference, from the first to the last."""
-        return torch.linspace(0, self.length - 1, min(self.length, SEEN), device="cuda").round().long()
+        queries = self.length - self.first
+        return torch.linspace(0, queries - 1, min(queries, SEEN), device="cuda").round().long()
 
     @cached_property
     def seen_dout(self) -> Tensor:
@@ -202,7 +218,8 @@ class Case:
         seen = q[:, :, self.seen]
         leaves = [x.requires_grad_() for x in (seen, k, v)]
         at = Positions.arange(self.length, device="cuda")
-        q_at = Positions(at.index[:, self.seen], at.segment[:, self.seen])
+        places = self.first + self.seen
+        q_at = Positions(at.index[:, places], at.segment[:, places])
         with torch.enable_grad():
             out, _ = reference(seen, k, v, self.encoding, q_at, at)
             return out.detach(), *torch.autograd.grad(out, leaves, dout[:, :, self.seen])
@@ -287,6 +304,18 @@ class Family:
 
         return Trial(run, trial.given, trial.truth)
 
+    def chunks(self, length: int) -> Trial:
+        """Backward passes of few queries and of more, of as many rows as come to as much work, on more keys."""
+        numbers = [n for n in (256, 512, 1024, 2048, 4096) if n < length]
+        cases = [Case(self.kind, self.width, length, numbers[-1] // n, n) for n in numbers]
+        trials = [case.back("triton") for case in cases]
+
+        def run() -> None:
+            for trial in trials:
+                trial.run()
+
+        return Trial(run, trials[-1].given, trials[-1].truth)
+
     def tile(self, name: str, make: Callable[[int], Trial], **fixed: str) -> Subject:
         rows = {f"{self.operator}.{choice}": {"body": body} for choice, body in fixed.items()}
         return self.subject(name, (TILED,), make, rows, "tiles")
@@ -326,6 +355,7 @@ class Family:
     def bodies(self) -> Iterator[Subject]:
         if self.kind == "tapa":
             yield self.subject("backward", self.lengths, partial(self.back, "triton"))
+            yield self.subject("chunks", (LONG,), self.chunks)
             return
         yield self.subject("flash.stays", (SMALL,), self.small)
         yield self.subject("flash.ahead", self.lengths, partial(self.onward, "flash"))

@@ -46,7 +46,6 @@ from phasewise.kernels.tiles import (
     query_span,
 )
 
-FEWEST = 1024  # queries, of more keys, from which on one pass takes no longer than two
 PADDING = 128  # what the number of queries is rounded up to: a multiple of every block of them
 
 
@@ -331,7 +330,9 @@ def one_pass(q: Tensor, k: Tensor, v: Tensor, places: Places | None, score: Scor
     if places is not None or score.linear or not score.causal or score.window is not None:
         return False
     (queries, width), (keys, v_width) = q.shape[2:], v.shape[2:]
-    if queries != keys and not FEWEST <= queries < keys:
+    if queries > keys:
+        return False
+    if queries < keys and queries < launch("tapa.chunks", q, qk=width, v=v_width, length=keys)["queries"]:
         return False
     parts = (score.amplitude_dim, width - score.amplitude_dim)
     written_for = (parts, v_width) in (((32, 32), 64), ((64, 64), 128))
