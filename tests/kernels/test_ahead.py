@@ -91,18 +91,19 @@ def test_other_calls_have_theirs_prepared_before(monkeypatch, reason):
 
 
 def tensors(
-    queries, keys, width, preparation, *, heads=8, group=1, rows=2, dtype=HALF, angle_rows=1, phased=True
-):
-    generator = torch.Generator("cuda").manual_seed(queries + keys + width)
+    queries, keys, width, preparation, *, heads=8, group=1, rows=2, dtype=HALF, angle_rows=1, phased=True,
+    device="cuda",
+):  # fmt: skip
+    generator = torch.Generator(device).manual_seed(queries + keys + width)
 
     def normal(count, length):
         shape = (rows, length, count, width)
-        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).transpose(1, 2)
 
     n = width // 2 if preparation == "rope" else width
-    angle = (torch.rand(angle_rows, keys, n, generator=generator, device="cuda") * 2 - 1) * math.pi
+    angle = (torch.rand(angle_rows, keys, n, generator=generator, device=device) * 2 - 1) * math.pi
     phased = phased and preparation != "rope"
-    phase = None if not phased else -2 * math.pi * torch.rand(heads, n, device="cuda")
+    phase = None if not phased else -2 * math.pi * torch.rand(heads, n, device=device)
     return (
         normal(heads, queries), normal(heads // group, keys), normal(heads // group, keys),
         angle[:, keys - queries :].contiguous(), angle, phase,
