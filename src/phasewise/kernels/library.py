@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import on_its_device
-from phasewise.kernels.operators import differentiable, last_derivative, operator
+from phasewise.kernels.operators import differentiable, last_derivative, operator, placewise
 
 Body = Literal["triton", "flash", "cudnn"]
 Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
@@ -111,13 +111,8 @@ def _separable_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows, heads, queries, _ = q.shape
     out = q.new_empty(rows, queries, heads, v.shape[3]).transpose(1, 2)
-    rotated = (_placewise(x) if preparation == "rope" else q.new_empty(0) for x in (q, k))
+    rotated = (placewise(x) if preparation == "rope" else q.new_empty(0) for x in (q, k))
     return out, q.new_empty(rows, heads, queries, dtype=torch.float32), *rotated
-
-
-def _placewise(x: Tensor) -> Tensor:
-    """Uninitialised, of the shape of x, stored place by place."""
-    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
 def flash_goes_back(*, qk: int, v: int, grouped: bool) -> bool:
@@ -177,7 +172,7 @@ def separable_backward(
     view |= {"window": window, "places": Places.of(q, k, *positions), "slopes": slopes}
     if polar:
         return _polar_backward(*given[:-1], **view)
-    dq, dk, dv = (_placewise(x) for x in (q, k, v))
+    dq, dk, dv = (placewise(x) for x in (q, k, v))
     own.backward(q, k, v, out, lse, dout, dlse, (dq, dk, dv), **view)
     if preparation == "rope":
         prepare.rotate(dq, dk, q_angle, k_angle, factor, back=True, into=(dq, dk))
@@ -203,7 +198,7 @@ def _polar_backward(
     from phasewise.kernels import body as own
     from phasewise.kernels import prepare
 
-    dq, dk, dv = (_placewise(x) for x in (q, k, v))
+    dq, dk, dv = (placewise(x) for x in (q, k, v))
     sums = None if phase is None else prepare.phase_sums(q)
     group = q.shape[1] // k.shape[1]
 
@@ -213,7 +208,7 @@ def _polar_backward(
         some_q_angle, some_k_angle = (x if x.shape[0] == 1 else x[rows] for x in (q_angle, k_angle))
         some_phase, some_slopes = (x if x is None else x[heads] for x in (phase, slopes))
         q2, k2 = prepare.polar(some_q, some_k, some_q_angle, some_k_angle, some_phase, preparation)
-        dq2, dk2 = _placewise(q2), _placewise(k2)
+        dq2, dk2 = placewise(q2), placewise(k2)
         some = (x if x is None else x[rows, heads] for x in (out, lse, dout, dlse))
         here = places if places is None else places.of_rows(rows)
         into = (dq2, dk2, dv[rows, keys])
@@ -233,7 +228,7 @@ def _from_polar(
     """Gradients of q, k and the phase from those of what `prepare.polar` made of them."""
     from phasewise.kernels import prepare
 
-    dq, dk, sums = _placewise(q), _placewise(k), None if phase is None else prepare.phase_sums(q)
+    dq, dk, sums = placewise(q), placewise(k), None if phase is None else prepare.phase_sums(q)
     prepare.polar_backward(q, q_angle, phase, preparation, dq2, dq, sums)
     prepare.polar_backward(k, k_angle, None, preparation, dk2, dk, None)
     return dq, dk, _phase_gradient(sums, q)
@@ -254,7 +249,7 @@ def _joint_backward(
     from phasewise.kernels import body as own
     from phasewise.kernels import joint, prepare
 
-    dq, dk, dv = (_placewise(x) for x in (q, k, v))
+    dq, dk, dv = (placewise(x) for x in (q, k, v))
     statistics = own.row_statistics(out, dout, lse, dlse)
     sums = None if phase is None else prepare.phase_sums(q)
     group = q.shape[1] // k.shape[1]
@@ -299,7 +294,7 @@ def _stored_backward(
     from phasewise.kernels import body as own
     from phasewise.kernels import prepare, stored
 
-    dq, dk, dv = (_placewise(x) for x in (q, k, v))
+    dq, dk, dv = (placewise(x) for x in (q, k, v))
     statistics = own.row_statistics(out, dout, lse, dlse)
     elements, group = q.numel() + k.numel(), q.shape[1] // k.shape[1]
     wide = 0 if q_angle is None or preparation == "rope" else 2
@@ -331,12 +326,12 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from phasewise.kernels import flash_backward, prepare
 
-    dv, no_phase = _placewise(v), q.new_empty(0, dtype=torch.float32)
+    dv, no_phase = placewise(v), q.new_empty(0, dtype=torch.float32)
     if q_angle is None or k_angle is None or preparation == "rope":
-        dk = _placewise(k)
+        dk = placewise(k)
         turned = k_angle if factor == 1.0 else None
         held = flash_backward.backward(q, k, v, out, lse, dout, dlse, (dk, dv), angles=turned, **view)
-        dq = _placewise(q)
+        dq = placewise(q)
         if q_angle is None or k_angle is None:
             held.write(dq)
         else:
@@ -356,7 +351,7 @@ def _separable_backward_fake(
     q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None, *rest: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dphase = q.new_empty(0 if phase is None else phase.shape, dtype=torch.float32)
-    return _placewise(q), _placewise(k), _placewise(v), dphase
+    return placewise(q), placewise(k), placewise(v), dphase
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:

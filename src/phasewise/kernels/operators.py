@@ -53,6 +53,11 @@ def differentiable(of: Any, gradient: Callable[..., Any], save: Callable[..., No
     _LIBRARY.impl(of._schema.name.removeprefix("phasewise::"), apply, "Autograd")
 
 
+def placewise(x: Tensor) -> Tensor:
+    """Uninitialised, of the shape of x `[B, H, T, D]`, stored place by place."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
 def last_derivative(of: Any) -> None:
     """Make an operator that computes gradients raise RuntimeError where its own are asked for."""
     differentiable(of, _no_second_order, lambda ctx, inputs, output: None)

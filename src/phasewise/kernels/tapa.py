@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import capability, on_its_device
-from phasewise.kernels.operators import differentiable, last_derivative, operator
+from phasewise.kernels.operators import differentiable, last_derivative, operator, placewise
 from phasewise.kernels.packages import flash_obstacle, triton_obstacle
 
 Body = Literal["triton", "flash"]
@@ -174,7 +174,7 @@ def tapa_backward(
     from phasewise.kernels.tiles import Places, bounded
 
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(alpha)
+        return *(placewise(x).zero_() for x in (q, k, v)), torch.zeros_like(alpha)
     positions = (q_index, q_segment, k_index, k_segment)
     places = Places.of(q, k, *positions)
     score = Score(amplitude_dim, scale, unit, linear, causal, bounded(window, q, k, positions))
@@ -190,7 +190,7 @@ def _tapa_fake(q, k, v, *_):
 
 @torch.library.register_fake(tapa_backward)
 def _tapa_backward_fake(grad_out, grad_lse, q, k, v, alpha, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(alpha)
+    return *(placewise(x) for x in (q, k, v)), torch.empty_like(alpha)
 
 
 def _setup(ctx, inputs, output):

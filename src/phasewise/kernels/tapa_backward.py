@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phasewise.kernels.body import load_tile
+from phasewise.kernels.body import load_tile, row_statistics
+from phasewise.kernels.prepare import expanded_like
 from phasewise.kernels.tapa_score import (
     EITHER,
     FAR,
@@ -35,7 +36,6 @@ from phasewise.kernels.tapa_score import (
     tile_is_far,
 )
 from phasewise.kernels.tiles import (
-    EMPTY,
     LOG2E,
     Places,
     block_width,
@@ -45,40 +45,6 @@ from phasewise.kernels.tiles import (
     load_places,
     query_span,
 )
-
-PADDING = 128  # what the number of queries is rounded up to: a multiple of every block of them
-
-
-@triton.jit
-def statistics_kernel(
-    lse2_ptr, delta_ptr, lse_ptr, grad_lse_ptr, out_ptr, grad_out_ptr,
-    stride_out_b, stride_out_h, stride_out_t, stride_out_d, stride_grad_b, stride_grad_h, stride_grad_t, stride_grad_d,
-    H, T, padded, V, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """What the passes read of a row, padded to whole tiles: the log-sum-exp to base 2 and delta.
-
-    delta = out . grad_out - grad_lse is what the softmax subtracts from the gradient of its weights. Rows that see
-    nothing or are padding have lse2 = +infinity, which makes their weights 0.
-    """
-    tiles = padded // BLOCK_M
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    offsets_m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    offsets_v = tl.arange(0, BLOCK_V).to(tl.int64)
-    out_ptr += row // H * stride_out_b + row % H * stride_out_h
-    grad_out_ptr += row // H * stride_grad_b + row % H * stride_grad_h
-    at = offsets_m.to(tl.int64)[:, None]
-    inside = (offsets_m < T)[:, None] & (offsets_v < V)[None, :]
-    here = tl.load(out_ptr + at * stride_out_t + offsets_v * stride_out_d, inside, other=0.0).to(tl.float32)
-    above = tl.load(grad_out_ptr + at * stride_grad_t + offsets_v * stride_grad_d, inside, other=0.0).to(
-        tl.float32
-    )
-    delta = tl.sum(here * above, 1)
-    if grad_lse_ptr is not None:
-        delta -= tl.load(grad_lse_ptr + row * T + offsets_m, offsets_m < T, other=0.0)
-    lse = tl.load(lse_ptr + row * T + offsets_m, offsets_m < T, other=EMPTY)
-    lse2 = tl.where(lse > 0.5 * EMPTY, lse * LOG2E, float("inf"))
-    tl.store(lse2_ptr + row * padded + offsets_m, lse2, offsets_m < padded)
-    tl.store(delta_ptr + row * padded + offsets_m, delta, offsets_m < padded)
 
 
 @triton.jit
@@ -347,16 +313,11 @@ def backward(
     """Gradients of q, k, v and alpha, the last 0 unless it is asked for."""
     batch, heads, queries, width = q.shape
     groups, keys, v_width = v.shape[1:]
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_q, grad_k, grad_v = (expanded_like(x, x.shape[3]) for x in (q, k, v))
     widths = (score.amplitude_dim, width - score.amplitude_dim)
     block_v = block_width(v_width)
-    padded = triton.cdiv(queries, PADDING) * PADDING
-    lse2, delta = lse.new_empty(2, batch, heads, padded)
-    block = min(PADDING, 4096 // block_v)
-    statistics_kernel[(padded // block * batch * heads,)](
-        lse2, delta, lse, None if grad_lse is None else grad_lse.contiguous(), out, grad_out, *out.stride(),
-        *grad_out.stride(), heads, queries, padded, v_width, BLOCK_M=block, BLOCK_V=block_v,
-    )  # fmt: skip
+    lse2, delta = row_statistics(out, grad_out, lse, grad_lse)
+    padded = delta.shape[2]
     if not alpha_grad and one_pass(q, k, v, places, score):
         from phasewise.kernels import tapa_joint
 
@@ -367,7 +328,7 @@ def backward(
     shared = score.meta(q, k, places)
     meta = launch("tapa.query_grad", q, qk=width, v=v_width, length=keys)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
-    assert PADDING % block_m == 0
+    assert padded % block_m == 0
     spans = places and places.key_spans(block_m, block_n, causal=score.causal, window=score.window)
     rows = torch.empty_like(lse) if alpha_grad else None
     query_grad_kernel[(triton.cdiv(queries, block_m) * batch * heads,)](
@@ -379,7 +340,7 @@ def backward(
 
     meta = launch("tapa.key_grad", q, qk=width, v=v_width, length=queries)
     block_m, block_n = meta["BLOCK_M"], meta["BLOCK_N"]
-    assert PADDING % block_m == 0
+    assert padded % block_m == 0
     spans = places and places.query_spans(block_m, block_n, causal=score.causal, window=score.window)
     key_grad_kernel[(triton.cdiv(keys, block_n) * batch * groups,)](
         grad_k, grad_v, *score.parts(q, block_m), *score.parts(k, block_n), describe(v, block_n, block_v),

@@ -392,7 +392,7 @@ def backward(
     grads: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse2: Tensor,
     delta: Tensor, alpha: Tensor, score: Score, meta: dict[str, int],
 ) -> None:  # fmt: skip
-    """Writes the gradients of q, k and v; lse2 and delta as `statistics_kernel` leaves them."""
+    """Writes the gradients of q, k and v; lse2 and delta: `body.row_statistics`."""
     grad_q, grad_k, grad_v = grads
     batch, heads, queries, width = q.shape
     groups, keys, padded = *k.shape[1:3], lse2.shape[2]
