@@ -82,6 +82,21 @@ def test_rows_laid_end_to_end_attend_as_each_alone_with_every_gradient(name, nor
         assert (a - b).abs().max() < 2e-5 * b.abs().max()
 
 
+@pytest.mark.filterwarnings("ignore:(All-NaN|invalid value):RuntimeWarning")  # numpy's, which interprets
+@pytest.mark.parametrize("name", ["rope", "softplus"])
+def test_what_another_row_or_a_later_key_holds_does_not_matter(name):
+    torch.manual_seed(0)
+    x = torch.randn(sum(LENGTHS), 3, HEADS, WIDTH, device=DEVICE)
+    settings = arguments(x, LENGTHS, encoding(name), name)
+    clean = short_rows(*settings)
+    spoilt = x.clone()
+    spoilt[1:6] = torch.nan  # the second row
+    spoilt[6 + 40, 1] = torch.nan  # a key of the third
+    out = short_rows(spoilt, *settings[1:])
+    for seen in (slice(0, 1), slice(6, 6 + 40), slice(6 + 64, None)):
+        assert torch.equal(out[seen], clean[seen])
+
+
 def test_a_row_of_no_tokens_adds_nothing_to_the_gradient_of_the_phase():
     torch.manual_seed(0)
     x, dout = torch.randn(5, 3, HEADS, WIDTH, device=DEVICE), torch.ones(5, HEADS, WIDTH, device=DEVICE)
