@@ -38,8 +38,7 @@ def test_an_implementation_that_fails_costs_no_other_its_times(monkeypatch, tmp_
     monkeypatch.setattr(visits, "forget_sizes", lambda: None)
     monkeypatch.setattr(torch.autograd, "grad", lambda *_: None)
     monkeypatch.setattr(visits, "outcomes", lambda work, tasks, **_: ((task, work(task)) for task in tasks))
-    for key in visits.KEPT:
-        monkeypatch.setenv(key, "")
+    monkeypatch.setattr(attention, "keep_kernels", lambda: None)
     for module, name, stub in (
         (visits, "subjects", subjects), (attention, "subjects", subjects), (visits, "gate", gate),
         (visits, "draw", draw), (attention, "measure", measure), (attention, "_line", str),
@@ -59,6 +58,7 @@ def test_an_implementation_that_fails_costs_no_other_its_times(monkeypatch, tmp_
 
 def test_a_part_of_no_implementations_name_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "keep_kernels", lambda: None)
     monkeypatch.setattr(
         attention, "subjects", lambda *_: [Subject("rope flash", NoPE(), lambda q, k, v: v, 64)]
     )

@@ -19,7 +19,8 @@ from phasewise.bench.subjects import HEADS, Subject, forget_sizes, subjects
 from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
 from phasewise.bench.tunable import chains
 from phasewise.bench.tune import tune
-from phasewise.bench.visits import GATE_LENGTH, TOKENS, Visit, draw, keep_kernels, reason, visited
+from phasewise.bench.visits import GATE_LENGTH, TOKENS, Visit, draw, reason, visited
+from phasewise.bench.workers import keep_kernels
 from phasewise.record import ready, record
 
 BASELINES = {

@@ -23,6 +23,7 @@ from phasewise.bench.subjects import installed
 from phasewise.bench.timing import IN_TURNS, side_by_side
 from phasewise.bench.tunable import Subject, Trial
 from phasewise.bench.tune import tune
+from phasewise.bench.workers import keep_kernels
 from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
 from phasewise.fused import Call, Hardware, bodies, fused, obstacle
 from phasewise.kernels import separable
@@ -168,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ready(options.out)
     tuned: list[Row] = []
     if options.tune:
+        keep_kernels()
         chains = partial(tunable, options.tune, options.widths, max(options.keys))
         tuned = tune(chains, options.out.with_name(f"{options.out.stem}-tune.json"))
     recipe = {

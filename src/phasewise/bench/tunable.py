@@ -111,15 +111,13 @@ class Subject:
         return part == self.stage or part in self.name
 
     def candidates(self, metas: Sequence[Meta], number: int) -> list[Meta]:
-        """These, then every other that a round tries in their place."""
+        """These, then every other that a round tries in their place; of orders one for each body that may be first."""
         if number >= len(self.rounds):
             return list(metas)
         if "order" in metas[0]:
             order = metas[0]["order"]
-            tried = [{"order": [body, *(x for x in order if x != body)]} for body in order]
-        else:
-            tried = [{**meta, **settings} for meta in metas for settings in self.rounds[number]]
-        return unique([*metas, *tried])
+            return [{"order": [body, *(x for x in order if x != body)]} for body in order]
+        return unique([*metas, *({**meta, **settings} for meta in metas for settings in self.rounds[number])])
 
 
 @dataclass(frozen=True)

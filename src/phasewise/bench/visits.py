@@ -22,7 +22,6 @@ from phasewise.reference import reference
 TOKENS = 32_768
 GATE_LENGTH = 384
 Inputs = dict[str, Tensor]
-KEPT = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 class Visit(NamedTuple):
@@ -35,12 +34,6 @@ class Visit(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.subject} {self.width}" + (f" {self.length}" if self.length != GATE_LENGTH else "")
-
-
-def keep_kernels() -> None:
-    """Before flash-attn-4 is imported: have its own kernels kept on disk too, and processes compile by themselves."""
-    for key, value in KEPT.items():
-        os.environ.setdefault(key, value)
 
 
 def visited(visits: Sequence[Visit]) -> Iterator[tuple[Visit, dict[str, float] | str]]:
