@@ -73,6 +73,8 @@ class Work:
         )
         if self.kept[0] != subject.name:
             self.kept = subject.name, {}
+        for length in subject.lengths:
+            self.trial(subject, length).truth()
         short = min(COMPILED, *subject.lengths)
         refused = [attempt(self.run(subject, meta, short)) for meta in task.metas]
         with self.alone():
@@ -92,12 +94,15 @@ class Work:
         times = side_by_side(calls, behind=BEHIND, **sampled) if calls else {}
         return [times[str(i)].median if why is None else why for i, why in enumerate(found)]
 
-    def run(self, subject: Subject, meta: Meta, length: int, *, judged: bool = False) -> Callable[[], object]:
-        """A call with `meta` in force, which raises Wrong if it is judged and does not give what it has to."""
+    def trial(self, subject: Subject, length: int) -> Trial:
         trials = self.kept[1]
         if length not in trials:
             trials[length] = subject.make(length)
-        trial = trials[length]
+        return trials[length]
+
+    def run(self, subject: Subject, meta: Meta, length: int, *, judged: bool = False) -> Callable[[], object]:
+        """A call with `meta` in force, which raises Wrong if it is judged and does not give what it has to."""
+        trial = self.trial(subject, length)
 
         def call() -> None:
             with in_force(subject, meta, length):
