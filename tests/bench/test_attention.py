@@ -44,9 +44,12 @@ def test_an_implementation_that_fails_costs_no_other_its_times(monkeypatch, tmp_
         (visits, "draw", draw), (attention, "measure", measure), (attention, "_line", str),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stub)
+    monkeypatch.setattr(attention, "NOTES", {"plain a": "a is ours", "plain b": "b is not"})
     path = tmp_path / "found.json"
     assert attention.main(["--out", str(path), "--widths", "64", "--lengths", "2048", "8192"]) == 1
-    values = json.loads(path.read_text())["values"]
+    document = json.loads(path.read_text())
+    assert document["recipe"]["note"] == "a is ours"
+    values = document["values"]
     found = [(row["length"], row["subject"]) for row in values["times"]]
     assert found == [(2048, "plain a"), (2048, "plain c"), (8192, "plain a")]
     assert values["refused"] == {

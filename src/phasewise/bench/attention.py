@@ -28,6 +28,14 @@ BASELINES = {
     "cudnn": "plain sdpa-cudnn",
     "flash-attention-2": "plain flash-attention-2",
 }
+NOTES = {
+    "plain flash": (
+        "'plain flash-attn-4' is flash_attn_func with its defaults, 'flash' our route: its forward in programs that "
+        "stay, its backward in the deterministic mode"
+    ),
+    "pope PoPE-pytorch": "PoPE-pytorch tunes its tiles up to 2048 tokens, and keeps them beyond",
+}
+"""For records with times of these."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tokens": TOKENS, "heads": HEADS, "seed": 0, "widths": options.widths, "lengths": options.lengths,
         "samples": IN_TURNS,
     }  # fmt: skip
+    notes = [
+        note for name, note in NOTES.items() if any(f"{name} {width}" in errors for width in options.widths)
+    ]
+    if notes:
+        recipe["note"] = "; ".join(notes)
     table: list[dict[str, object]] = []
     for width in options.widths:
         for length in options.lengths:
