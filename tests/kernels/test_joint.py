@@ -1,11 +1,17 @@
 """The backward in one pass for separable scores: what it serves, and on a GPU that it is the equation."""
 
+import multiprocessing
+import re
+from concurrent.futures import ProcessPoolExecutor
+from threading import Barrier
+from time import monotonic
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
-from phasewise.kernels import tiles
+from phasewise.kernels import joint, tiles
 from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -13,6 +19,7 @@ needs_hopper = pytest.mark.skipif(
     not GPU or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )
 half, short = torch.bfloat16, torch.float16
+spawn = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -96,3 +103,99 @@ def test_what_memory_held_before_does_not_matter(made):
         after = fused(case, inputs)
         assert all(torch.equal(clean[name], after[name]) for name in clean)
     assert made
+
+
+ROWS = tiles.launch_table()["rows"]
+FORMS = [row for row in ROWS if row["kernel"] == "separable.joint" and row["dtype"] == "bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def intermediates():
+    """What `compiled` gives of each form, made by a process in which nothing was interpreted."""
+    with ProcessPoolExecutor(1, spawn) as process:
+        return list(process.map(compiled, FORMS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
+    """The compiler lays what it hands to partitions over a barrier that none of them takes."""
+    kernel = intermediates[form]
+    barrier_of = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", kernel))
+    made = {barrier_of.get(name, name) for name in re.findall(r"ttng\.init_barrier (%\w+)", kernel)}
+    (taken,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", kernel)
+    assert len(made) >= 6
+    assert made <= set(re.findall(r"%\w+", taken))
+
+
+def compiled(row: dict) -> str:
+    """The kernel of a row of the launch table in Triton's language for GPUs."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    dtype, width, v_width = "bf16", row["qk"], row["v"]
+    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+    def half_tile(columns: int) -> str:
+        shape = [1, 1, 64, columns]
+        return f"tensordesc<{dtype}{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.float16)!r}>"
+
+    tiles_of = {"q": width // 2, "k": width // 2, "v": v_width, "dout": v_width}
+    sums = {"lse2": [1, 64], "delta": [1, 64], "sum": [width // 8, 256]}
+    numbers = {"KEY_HEADS": "i32", "T": "i32", "together": "i32", "scale": "fp32", "scale_log2": "fp32"}
+    strides = ("i32", "i32", "i32", "constexpr")
+    constants = {"GROUP": 1, **row["meta"], "BY_CHANNELS": width > v_width}
+    signature = {
+        **{f"{name}_desc": half_tile(columns) for name, columns in tiles_of.items()},
+        **{f"{name}_desc": f"tensordesc<fp32{shape},{plain!r}>" for name, shape in sums.items()},
+        **{"dk_ptr": f"*{dtype}", "dk_strides": strides, "dv_ptr": f"*{dtype}", "dv_strides": strides},
+        **{"turn_ptr": "*i32", **numbers, **dict.fromkeys(constants, "constexpr")},
+    }
+    at = {name: number for number, name in enumerate(signature)}
+    fixed = {(at[name],): value for name, value in constants.items()}
+    fixed |= {(at[name], 3): 1 for name in ("dk_strides", "dv_strides")}
+    source = GluonASTSource(fn=joint.joint_kernel, signature=signature, constexprs=fixed)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ttgir"]
+
+
+@needs_hopper
+@pytest.mark.slow
+def test_bits_repeat_beside_other_processes():
+    widths = [(128, 128), (128, 128), (128, 64), (64, 64)]
+    start = spawn.Barrier(len(widths))
+    processes = [spawn.Process(target=repeat, args=(*pair, start)) for pair in widths]
+    for process in processes:
+        process.start()
+    end = monotonic() + 120
+    for process in processes:
+        process.join(max(0.0, end - monotonic()))
+        process.kill()
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * len(widths)
+
+
+def repeat(width: int, v_width: int, start: Barrier) -> None:
+    """The same call 100 times, at once with other processes; of any statistics of rows."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def call(rows: int) -> tuple[Tensor, ...]:
+        q, k, v, dout, lse2, delta = drawn[rows]
+        into = torch.empty_like(k), torch.empty_like(v)
+        options = {"scale": width**-0.5, "by_channels": width > v_width}
+        return joint.backward(q, k, v, dout, lse2, delta, into, **options), *into
+
+    def draw(rows: int) -> list[Tensor]:
+        shapes = [(rows, 16, 1024, columns) for columns in (width, width, v_width, v_width)]
+        wide = [torch.randn(shape, generator=generator, device="cuda", dtype=half) for shape in shapes]
+        level = torch.randn(2, rows, 16, 1024, generator=generator, device="cuda")
+        return [*wide, level[0] + 10, level[1]]
+
+    drawn = {rows: draw(rows) for rows in (1, 64)}
+    call(1)
+    torch.cuda.synchronize()
+    start.wait(60)
+    first = call(64)
+    for _ in range(100):
+        assert all(torch.equal(*pair) for pair in zip(first, call(64), strict=True))

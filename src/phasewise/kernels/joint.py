@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phasewise.kernels.stored_hopper import await_group, exp2, laid_out
+from phasewise.kernels.stored_hopper import await_group, exp2, laid_out, tile_in
 from phasewise.kernels.tapa_joint import tiled, unknown_zero
 from phasewise.kernels.tapa_turns import await_turn, begin_adding, end_turn, queries_of, turn_of, work_of
 from phasewise.kernels.tiles import UNSEEN, ceil_div, describe, launch
@@ -39,14 +39,6 @@ ROWS = gl.constexpr(64)  # keys of a group: the rows of one tensor core instruct
 HALVES = gl.constexpr(2)  # of the channels of queries and keys, each a tile that the tensor cores read whole
 SIDE_BY_SIDE = 32_768  # queries walked over at once, whose inputs and sums the second-level cache holds
 HELD = gl.constexpr(256)  # float32 sums side by side, as the copy engine takes them
-
-
-@gluon.jit
-def tile_in(buffer, stage):
-    """One of the tiles of a buffer [count, 1, 1, rows, columns] as a matrix."""
-    one = buffer.index(stage)
-    shape: gl.constexpr = one.shape
-    return one.reshape([shape[2], shape[3]])
 
 
 @gluon.jit
@@ -315,8 +307,11 @@ def joint_kernel(
     stored = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
     free = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    # first_in: a group may begin its products, as the other one's are done
-    first_in = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], ONE)
+    # first_in: a group may begin its products, as the other one's are done. Made only where it is waited for: in the
+    # memory of a barrier that no partition takes the compiler hands them values, and nothing orders the two.
+    first_in = ()
+    if AHEAD:
+        first_in = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], ONE)
     mbarrier.init(keys_ready, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -325,7 +320,8 @@ def joint_kernel(
         mbarrier.init(stored.index(parity), count=GROUPS)
         mbarrier.init(ready.index(parity), count=GROUPS)
         mbarrier.init(free.index(parity), count=1)
-        mbarrier.init(first_in.index(parity), count=1)
+        if AHEAD:
+            mbarrier.init(first_in.index(parity), count=1)
     fence_async_shared()
     turns = turn_ptr + 1
     first_tile = key_head * GROUP * tiles

@@ -34,6 +34,14 @@ def buffers(COUNT: gl.constexpr, descriptor):
 
 
 @gluon.jit
+def tile_in(buffer, stage):
+    """One of the tiles of a buffer [count, 1, 1, rows, columns] as a matrix."""
+    one = buffer.index(stage)
+    shape: gl.constexpr = one.shape
+    return one.reshape([shape[2], shape[3]])
+
+
+@gluon.jit
 def exp2(x):
     """2^x, without subnormal numbers."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
@@ -86,7 +94,6 @@ def score(
     """dv of 64 keys, and their part of ds^T."""
     STAGES: gl.constexpr = q_smem.shape[0]
     BLOCK_M: gl.constexpr = q_smem.shape[3]
-    BLOCK_E: gl.constexpr = q_smem.shape[4]
     BLOCK_D: gl.constexpr = dout_smem.shape[4]
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -96,8 +103,8 @@ def score(
     j = n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, score_layout))
     s = n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, dv_layout))
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dv_layout))
-    k = k_smem.index(group).reshape([ROWS, BLOCK_E])
-    v = v_smem.index(group).reshape([ROWS, BLOCK_D])
+    k = tile_in(k_smem, group)
+    v = tile_in(v_smem, group)
     ds_tile = ds_smem.index(group)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, dv_layout)
     sum_at = (key_head.to(gl.int64) * sides * SIDE + s.to(gl.int64))[:, None] * BLOCK_D + d[None, :]
@@ -117,8 +124,8 @@ def score(
             delta = gl.load(delta_at + m)
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
-            q = q_smem.index(stage).reshape([BLOCK_M, BLOCK_E])
-            dout = dout_smem.index(stage).reshape([BLOCK_M, BLOCK_D])
+            q = tile_in(q_smem, stage)
+            dout = tile_in(dout_smem, stage)
             scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[scores])
