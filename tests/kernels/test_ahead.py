@@ -59,8 +59,8 @@ def planned(
         ({"preparation": "softplus", "angles": 64}, (0, 16, 16)),
         ({"body": "hopper", "group": 4}, (13, 3, 16)),
         (
-            {"body": "hopper", "preparation": "softplus", "angles": 64, "queries": 300, "rows": 64},
-            (2, 14, 64),
+            {"body": "hopper", "preparation": "softplus", "angles": 64, "queries": 1500, "rows": 64},
+            (8, 8, 16),
         ),
         ({"body": "hopper", "width": 24, "angles": 12, "v_width": 24}, (8, 8, 16)),
     ],

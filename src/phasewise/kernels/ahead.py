@@ -14,6 +14,7 @@ from phasewise.kernels.tiles import ceil_div, launch, power_of_two
 
 VECTOR = 8  # channels that a thread prepares at once: 16 bytes
 TILE = 128  # queries of one of attention's tiles, about
+PHASED = 1.25  # what it takes to expand PoPE's queries, which have phases, of what keys take
 
 
 class Plan(NamedTuple):
@@ -28,11 +29,14 @@ class Plan(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """What attention waits for: counts, each of `units` of so many query heads; the first is that of tiles drawn."""
+    """What our attention waits for: counts, of tiles drawn and then of what is prepared, `units` for so many heads.
+
+    Without units, for nothing. together: heads of queries that it takes at a time.
+    """
 
     counts: Tensor
-    heads: int
-    units: int
+    heads: int | None
+    units: int | None
     together: int
 
 
@@ -61,7 +65,6 @@ def plan(
         return None
     q_programs = 0
     if rotates or not flash:
-        q_programs = min(
-            programs - 1, max(1, round(programs * heads * queries / (heads * queries + key_heads * keys)))
-        )
+        work = heads * queries * (1.0 if rotates else PHASED)
+        q_programs = min(programs - 1, max(1, round(programs * work / (work + key_heads * keys))))
     return Plan(q_programs, programs - q_programs, power_of_two(ceil_div(processors, tiles)))

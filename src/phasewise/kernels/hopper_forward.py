@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from phasewise.kernels.ahead import Awaited
 from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import expanded_like
 from phasewise.kernels.stored_hopper import await_group, exp2, laid_out
@@ -86,8 +87,31 @@ def copy_in(descriptor, at, buffer, full, empty, step):
 
 
 @gluon.jit
+def await_prepared(done_ptr, units):
+    """Until as many are counted, for the copy engine too."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 count;
+        again: ld.acquire.gpu.global.b32 count, [$1];
+        setp.lt.s32 p, count, $2;
+        @p bra again;
+        fence.proxy.async.global;
+        mov.b32 $0, count;
+        }""",
+        "=r,l,r", [done_ptr, units], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def await_end():
+    """Until the kernel before has ended, which those after this one count on."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def load(
-    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S,
+    descriptors, smem, signals, drawn, draw_ptr, shared, units, H, GROUP, heads, tiles, together, T, S,
     PARTS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Draws tiles, and copies their queries, keys and values as soon as there is room."""
@@ -103,6 +127,8 @@ def load(
     step = 0
     while at < total:
         tile, head = place(at, tiles, heads, together)
+        if units is not None:
+            await_prepared(draw_ptr + 1 + head // shared, units)
         m = tile * (PARTS * ROWS)
         b = head // H
         h = head % H
@@ -130,6 +156,8 @@ def load(
     mbarrier.wait(q_empty.index(stage), (turn // Q_STAGES & 1) ^ 1)
     drawn.index(stage).store(gl.full([1], -1, gl.int32, one))
     mbarrier.arrive(q_full.index(stage))
+    if units is not None:
+        await_end()
 
 
 @gluon.jit
@@ -338,13 +366,16 @@ def attend(
         at = next_tile(drawn, q_full, turn)
 
 
-@gluon.jit(do_not_specialize=("H", "GROUP", "heads", "tiles", "together", "T", "S"))
+@gluon.jit(do_not_specialize=("shared", "units", "H", "GROUP", "heads", "tiles", "together", "T", "S"))
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr, H, GROUP, heads, tiles, together, T, S, D,
-    scale_log2, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr, shared, units, H, GROUP, heads, tiles, together,
+    T, S, D, scale_log2, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero."""
+    """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero.
+
+    With units, counts of what is prepared follow it, one for `shared` heads, which may be read at so many.
+    """
     smem = (buffers(Q_STAGES * PARTS, q_desc), buffers(K_STAGES, k_desc), buffers(V_STAGES, v_desc))
     turns = barriers(PARTS, 1)
     signals = (
@@ -366,7 +397,8 @@ def forward_kernel(
                     scale_log2, PARTS, CAUSAL,
                 )),
                 (load, (
-                    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
+                    descriptors, smem, signals, drawn, draw_ptr, shared, units, H, GROUP, heads, tiles, together,
+                    T, S, PARTS, CAUSAL,
                 )),
             ],
             [4, 1],
@@ -388,7 +420,8 @@ def forward_kernel(
                     scale_log2, PARTS, CAUSAL,
                 )),
                 (load, (
-                    descriptors, smem, signals, drawn, draw_ptr, H, GROUP, heads, tiles, together, T, S, PARTS, CAUSAL,
+                    descriptors, smem, signals, drawn, draw_ptr, shared, units, H, GROUP, heads, tiles, together,
+                    T, S, PARTS, CAUSAL,
                 )),
             ],
             [4, 4, 1],
@@ -409,10 +442,13 @@ def evenly(count: int, most: int) -> int:
     return min(shares, key=lambda share: -count % share)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, awaited: Awaited | None = None
+) -> tuple[Tensor, Tensor]:
     """Output `[B, H, T, D]`, stored place by place, and float32 log-sum-exp `[B, H, T]`.
 
     q is `[B, H, T, E]`, k `[B, H / group, S, E]`, v `[B, H / group, S, D]`, any strides; T up to S where causal.
+    awaited: q and k are still being prepared, by the kernel before.
     """
     rows, heads, queries, width = q.shape
     keys, value_width = k.shape[2], v.shape[3]
@@ -423,15 +459,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> t
     together = group * evenly(rows * k.shape[1], held)
     out = expanded_like(q, value_width)
     lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=q.device)
-    drawn = torch.zeros(1, dtype=torch.int32, device=q.device)
+    if awaited is None:
+        awaited = Awaited(torch.zeros(1, dtype=torch.int32, device=q.device), None, None, together)
     descriptors = (
         describe(q, 64, block_e),
         describe(k, block_n, block_e),
         describe(v, block_n, block_width(value_width)),
     )
     forward_kernel[(min(multiprocessors(q.device), tiles * rows * heads),)](
-        *map(laid_out, descriptors), out, out.stride(), lse, drawn,
-        heads, group, rows * heads, tiles, together, queries, keys, value_width, scale * math.log2(math.e),
-        CAUSAL=causal, num_warps=4, **meta,
+        *map(laid_out, descriptors), out, out.stride(), lse, awaited.counts, awaited.heads, awaited.units,
+        heads, group, rows * heads, tiles, awaited.together, queries, keys, value_width, scale * math.log2(math.e),
+        CAUSAL=causal, num_warps=4, launch_pdl=awaited.units is not None, **meta,
     )  # fmt: skip
     return out, lse
