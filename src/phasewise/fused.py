@@ -20,9 +20,11 @@ from phasewise.frequencies import Static
 from phasewise.kernels import decode, separable, tapa
 from phasewise.kernels.angles import angles
 from phasewise.kernels.hardware import capability, name_of
+from phasewise.kernels.operators import direct
 from phasewise.kernels.table import ranked
 from phasewise.positions import Positions
 
+_angles_of = direct(angles)
 Body = Literal["flash", "cudnn", "triton"]
 BODIES: dict[str, Body] = {name: name for name in get_args(Body)}
 SMALLEST, GREATEST = 1e-20, 1e20  # scales with which -1e30, a hidden key's score, is below all others
@@ -243,11 +245,11 @@ def _angles(call: Call, encoding: Spectral, rule: Static) -> tuple[Tensor, Tenso
         raise ValueError("the fused kernels give rates no gradient; use impl='reference'")
     queries, keys = call.q.shape[2], call.k.shape[2]
     if call.at is None:
-        k_angle = angles(rates, None, keys)
+        k_angle = _angles_of(rates, None, keys)
         return k_angle if queries == keys else k_angle[:, keys - queries :], k_angle
     q_index, k_index = (at.index for at in call.at)
-    k_angle = angles(rates, k_index, keys)
-    return k_angle if q_index is k_index else angles(rates, q_index, queries), k_angle
+    k_angle = _angles_of(rates, k_index, keys)
+    return k_angle if q_index is k_index else _angles_of(rates, q_index, queries), k_angle
 
 
 def _rope(call: Call, body: Body) -> tuple[Tensor, Tensor]:

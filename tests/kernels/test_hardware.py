@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from phasewise.kernels.hardware import capability, on_its_device
+from phasewise.kernels import hardware
+from phasewise.kernels.hardware import on_its_device
 
 
 @pytest.mark.parametrize(
@@ -28,8 +29,9 @@ def test_an_operator_runs_with_the_device_of_its_first_tensor_current(device, ex
 
 def test_a_device_of_rocm_has_no_cuda_capability_whatever_it_calls_itself(monkeypatch):
     """An MI250 says (9, 0) of itself; the kernels hold instructions of CUDA's."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert capability(torch.device("cuda:0")) == (9, 0)
+    mi250 = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(hardware, "_properties", lambda device: mi250)
+    assert hardware.capability(torch.device("cuda:0")) == (9, 0)
     monkeypatch.setattr(torch.version, "hip", "7.1")
-    assert capability(torch.device("cuda:0")) is None
-    assert capability(torch.device("cpu")) is None
+    assert hardware.capability(torch.device("cuda:0")) is None
+    assert hardware.capability(torch.device("cpu")) is None

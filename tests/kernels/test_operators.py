@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from phasewise.kernels.operators import differentiable, operator
+from phasewise.kernels.operators import differentiable, direct, operator
 
 
 @operator
@@ -29,42 +31,80 @@ def _gradient(ctx, dout, _):
 
 
 differentiable(scaled_for_a_test, _gradient, _save)
+either_way = pytest.mark.parametrize(
+    "scaled", [scaled_for_a_test, direct(scaled_for_a_test)], ids=["op", "direct"]
+)
 
 
 def leaf() -> Tensor:
     return torch.randn(3, dtype=torch.float64, requires_grad=True)
 
 
+@either_way
 @pytest.mark.parametrize("shifted", [True, False])
-def test_its_gradients_are_those_given_and_it_passes_opcheck(shifted):
+def test_its_gradients_are_those_given_and_it_passes_opcheck(shifted, scaled):
     x, shift = leaf(), leaf() if shifted else None
-    assert torch.autograd.gradcheck(lambda x, shift: scaled_for_a_test(x, 3.0, shift)[0], (x, shift))
+    assert torch.autograd.gradcheck(lambda x, shift: scaled(x, 3.0, shift)[0], (x, shift))
     results = torch.library.opcheck(scaled_for_a_test, (x, 3.0, shift))
     assert set(results.values()) == {"SUCCESS"}
 
 
-def test_without_gradients_nothing_is_saved_and_without_a_need_of_them_none_are_given():
+@either_way
+def test_without_gradients_nothing_is_saved_and_without_a_need_of_them_none_are_given(scaled):
     x = leaf()
     with torch.no_grad():
-        assert not scaled_for_a_test(x, 3.0, None)[0].requires_grad
-    assert not scaled_for_a_test(x.detach(), 3.0, None)[0].requires_grad
-    out, other = scaled_for_a_test(x, 3.0, None)
+        assert not scaled(x, 3.0, None)[0].requires_grad
+    assert not scaled(x.detach(), 3.0, None)[0].requires_grad
+    out, other = scaled(x, 3.0, None)
     assert out.requires_grad
     assert not other.requires_grad
 
 
+@either_way
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
-def test_forward_mode_derivatives_are_refused_not_dropped():
+def test_forward_mode_derivatives_are_refused_not_dropped(scaled):
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        scaled_for_a_test(
-            forward_ad.make_dual(leaf().detach(), torch.ones(3, dtype=torch.float64)), 3.0, None
-        )
+        scaled(forward_ad.make_dual(leaf().detach(), torch.ones(3, dtype=torch.float64)), 3.0, None)
 
 
-def test_it_compiles_whole_with_its_gradient():
+@either_way
+def test_it_compiles_whole_with_its_gradient(scaled):
     x = leaf()
-    compiled = torch.compile(
-        lambda x: scaled_for_a_test(x, 3.0, None)[0].sum(), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda x: scaled(x, 3.0, None)[0].sum(), fullgraph=True, backend="aot_eager")
     (dx,) = torch.autograd.grad(compiled(x), x)
     assert torch.equal(dx, torch.full_like(x, 3.0))
+
+
+def calls_seen(call) -> list[str]:
+    """Of our operators, which a mode sees while a call is made."""
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+            seen.extend([operator._schema.name] if operator.namespace == "phasewise" else [])
+            return operator(*arguments, **(named or {}))
+
+    with Watching():
+        call()
+    return seen
+
+
+def test_what_watches_traces_or_transforms_sees_the_operator():
+    scaled, x = direct(scaled_for_a_test), leaf().detach()
+    assert calls_seen(lambda: scaled(x, 3.0, None)) == ["phasewise::scaled_for_a_test"]
+    traced = make_fx(lambda x: scaled(x, 3.0, None)[0])(x)
+    assert next(node.target for node in traced.graph.nodes if node.op == "call_function") is scaled_for_a_test
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda x: scaled(x, 3.0, None)[0].sum())(x)
+
+
+@operator
+def turned_for_a_test(x: Tensor) -> Tensor:
+    """Whether x comes as it is stored by another sign."""
+    return torch.full((), x.is_neg())
+
+
+def test_what_is_stored_with_the_other_sign_comes_with_its_own():
+    x = torch.zeros(3, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    assert not direct(turned_for_a_test)(x)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import on_its_device
-from phasewise.kernels.operators import differentiable, last_derivative, operator, placewise
+from phasewise.kernels.operators import differentiable, direct, last_derivative, operator, placewise
 
 Body = Literal["triton", "flash", "cudnn"]
 Preparation = Literal["none", "rope", "softplus", "relu", "identity"]
@@ -369,9 +369,10 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> t
     if dout is None and dlse is None:
         return (None,) * 17
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dphase = separable_backward(q, k, v, out, lse, dout, dlse, *others, *ctx.settings)
+    dq, dk, dv, dphase = _separable_backward(q, k, v, out, lse, dout, dlse, *others, *ctx.settings)
     return dq, dk, dv, None, None, None if others[2] is None else dphase, *(None,) * 11
 
 
 differentiable(separable, _gradient, _save)
 last_derivative(separable_backward)
+_separable_backward = direct(separable_backward)

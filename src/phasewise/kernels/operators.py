@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 _LIBRARY = torch.library.Library("phasewise", "FRAGMENT")
+_SETTINGS = frozenset((type(None), str, float, int, bool))
+_EAGER: dict[Any, Callable[..., Any]] = {}  # what an operator comes to in an ordinary call
 
 
 def operator(function: Callable[..., Any]) -> Any:
@@ -21,15 +24,24 @@ def operator(function: Callable[..., Any]) -> Any:
     schema = torch.library.infer_schema(function, mutates_args=())
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    return getattr(torch.ops.phasewise, name).default
+    of = getattr(torch.ops.phasewise, name).default
+    _EAGER[of] = function
+    return of
 
 
 def differentiable(of: Any, gradient: Callable[..., Any], save: Callable[..., None]) -> None:
     """Make `gradient(ctx, *grads)` the gradient of an operator, after `save(ctx, inputs, output)` in its forward."""
+    name = of._schema.name.removeprefix("phasewise::")
+    _LIBRARY.impl(name, _with_gradient(of, gradient, save), "Autograd")
+    _EAGER[of] = _with_gradient(_EAGER[of], gradient, save)
 
+
+def _with_gradient(
+    run: Callable[..., Any], gradient: Callable[..., Any], save: Callable[..., None]
+) -> Callable[..., Any]:
     def below(*inputs: Any) -> Any:
         with _AutoDispatchBelowAutograd():
-            return of(*inputs)
+            return run(*inputs)
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -50,7 +62,36 @@ def differentiable(of: Any, gradient: Callable[..., Any], save: Callable[..., No
             return below(*inputs)
         return Differentiable.apply(*inputs)
 
-    _LIBRARY.impl(of._schema.name.removeprefix("phasewise::"), apply, "Autograd")
+    return apply
+
+
+def direct(of: Any) -> Callable[..., Any]:
+    """An operator that an ordinary call reaches without torch's dispatcher, which takes twice as long as all the rest.
+
+    Ordinary is a call of plain tensors that nothing traces, transforms or watches; all others go the usual way.
+    """
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _ordinary(inputs):
+            return of(*inputs)
+        return _EAGER[of](*inputs)
+
+    return call
+
+
+def _ordinary(inputs: tuple[Any, ...]) -> bool:
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._get_tracing_state() is not None:
+        return False
+    for x in inputs:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            if x.is_neg():  # stored with the other sign, which the dispatcher would see to
+                return False
+        elif kind not in _SETTINGS:
+            return False
+    return True
 
 
 def placewise(x: Tensor) -> Tensor:

@@ -13,10 +13,12 @@ from torch.nn.functional import pad
 
 from phasewise.kernels.hardware import capability
 from phasewise.kernels.library import Body, Preparation, separable
+from phasewise.kernels.operators import direct
 from phasewise.kernels.packages import flash_obstacle, triton_obstacle
 
 __all__ = ["attend", "pope", "rope", "unsupported"]
 
+_separable = direct(separable)
 _HALVES = (torch.float16, torch.bfloat16)
 WHOLE = 8  # what widths are widened to multiples of: 16 bytes in half precision
 ABSENT = -6e4  # what queries and keys are widened with: its softplus is 0 exactly, and float16 holds it
@@ -158,7 +160,7 @@ def _call(
     v_width = v.shape[3]
     if width % WHOLE or v_width % WHOLE:
         q, k, v, angles = _widened(q, k, v, angles, preparation)
-    out, lse, *_ = separable(q, k, v, *angles, *places, slopes, *settings)
+    out, lse, *_ = _separable(q, k, v, *angles, *places, slopes, *settings)
     return (out if v.shape[3] == v_width else out[..., :v_width]), lse
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import capability, on_its_device
-from phasewise.kernels.operators import differentiable, last_derivative, operator, placewise
+from phasewise.kernels.operators import differentiable, direct, last_derivative, operator, placewise
 from phasewise.kernels.packages import flash_obstacle, triton_obstacle
 
 Body = Literal["triton", "flash"]
@@ -82,7 +82,7 @@ def attend(
             f"not {alpha.dtype} {list(alpha.shape)} on {alpha.device}"
         )
     unit = (2 * math.pi if two_pi else 1.0) * (q.shape[3] - amplitude_dim) ** -0.5
-    return tapa(
+    return _tapa(
         q, k, v, alpha, q_index, q_segment, k_index, k_segment, amplitude_dim,
         amplitude_dim**-0.5 if scale is None else scale, unit,
         phase == "linear", causal, window, body,
@@ -201,7 +201,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, grad_out, grad_lse):
     q, k, v, alpha, out, lse, *places = ctx.saved_tensors
-    grads = tapa_backward(
+    grads = _tapa_backward(
         grad_out, grad_lse, q, k, v, alpha, out, lse, *places, *ctx.score, ctx.needs_input_grad[3]
     )
     return *grads, *[None] * (len(places) + len(ctx.score) + 1)
@@ -209,3 +209,4 @@ def _backward(ctx, grad_out, grad_lse):
 
 differentiable(tapa, _backward, _setup)
 last_derivative(tapa_backward)
+_tapa, _tapa_backward = direct(tapa), direct(tapa_backward)
