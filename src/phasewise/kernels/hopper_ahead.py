@@ -200,7 +200,10 @@ def prepare(
     q: Tensor, k: Tensor, q_angle: Tensor, k_angle: Tensor, phase: Tensor | None, plan: Plan,
     *, preparation: str, factor: float,
 ) -> tuple[Tensor, Tensor, Awaited]:  # fmt: skip
-    """`prepare.polar` or `prepare.rotate`, of which it takes whole pairs, in the making; and what to wait for."""
+    """`prepare.polar` or `prepare.rotate`, of which it takes whole pairs, in the making; and what to wait for.
+
+    Without programs for them queries stay as they are.
+    """
     heads, key_heads, n = q.shape[1], k.shape[1], q_angle.shape[2]
     of_key = divisor(key_heads, HEADS)
     shared = of_key * (heads // key_heads)
@@ -208,8 +211,9 @@ def prepare(
     groups = k.shape[0] * (key_heads // of_key)
     block_c, held = power_of_two(n), HELD.get(preparation, 4)
     block_t = max(1, min(power_of_two(max(q.shape[2], k.shape[2])), ELEMENTS // block_c))
+    q_made, k_made = expanded_like(q, 2 * n) if plan.q_programs else q, expanded_like(k, 2 * n)
     q_units, k_units = shared // of_query * ceil_div(q.shape[2], block_t), ceil_div(k.shape[2], block_t)
-    q_made, k_made = expanded_like(q, 2 * n), expanded_like(k, 2 * n)
+    q_units = q_units if plan.q_programs else 0
     counts = torch.zeros(1 + groups, dtype=torch.int32, device=q.device)
     first, programs = min(groups, ceil_div(plan.together, shared)), plan.q_programs + plan.k_programs
     everyone = max(programs, multiprocessors(q.device))
