@@ -246,7 +246,7 @@ def test_operator_passes_torchs_checks(placed):
         None,
         *places,
         "softplus",
-        [WIDTH, 0, 0],
+        *(WIDTH, 0, 0),
         1.0,
         0.25,
         0.0,
@@ -254,7 +254,7 @@ def test_operator_passes_torchs_checks(placed):
         True,
         None,
     )
-    torch.library.opcheck(torch.ops.phasewise.decode.default, arguments)
+    torch.library.opcheck(decode.decode, arguments)
 
 
 def test_compiled_attention_that_is_not_decoded_serves_every_length_with_one_dynamic_graph():

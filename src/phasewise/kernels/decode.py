@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import capability, on_its_device
+from phasewise.kernels.operators import direct, operator
 from phasewise.kernels.packages import triton_obstacle
 
 Kind = Literal["none", "rope", "softplus", "relu", "identity", "tapa", "tapa-linear"]
@@ -18,13 +19,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 256
 MOST_QUERIES = 16
 FEWEST_KEYS = 16  # for each query: from there on faster than preparing them, wherever it was measured
-
-torch.library.define(
-    "phasewise::decode",
-    "(Tensor q, Tensor k, Tensor v, Tensor? rates, Tensor? phase, Tensor? slopes, Tensor? q_index, Tensor? q_segment, "
-    "Tensor? k_index, Tensor? k_segment, str kind, int[] parts, float factor, float scale, float alpha, float unit, "
-    "bool causal, int? window) -> (Tensor, Tensor)",
-)
 
 
 def unsupported(
@@ -98,25 +92,29 @@ def attend(
     if scale <= 0:
         raise ValueError(f"scale {scale} must be positive")
     if kind == "none":
-        parts = [width, 0, 0]
+        parts = (width, 0, 0)
     elif kind in ("tapa", "tapa-linear"):
-        parts = [amplitude_dim, width - amplitude_dim, 0]
+        parts = (amplitude_dim, width - amplitude_dim, 0)
     else:
         assert rates is not None, "what turns has rates"
         n = rates.shape[0]
-        parts = [n, n, width - 2 * n] if kind == "rope" else [width, 0, 0]
+        parts = (n, n, width - 2 * n) if kind == "rope" else (width, 0, 0)
     unit = (2 * math.pi if two_pi else 1.0) * max(parts[1], 1) ** -0.5
-    return torch.ops.phasewise.decode(
+    return _decode(
         q, k, v, rates, phase, slopes, q_index, q_segment, k_index,
-        k_segment, kind, parts, factor, scale, alpha, unit, causal, window,
+        k_segment, kind, *parts, factor, scale, alpha, unit, causal, window,
     )  # fmt: skip
 
 
+@operator
 @on_its_device
-def _decode(
-    q, k, v, rates, phase, slopes, q_index, q_segment, k_index, k_segment, kind, parts, factor, scale, alpha, unit,
-    causal, window,
-):  # fmt: skip
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, rates: Tensor | None, phase: Tensor | None, slopes: Tensor | None,
+    q_index: Tensor | None, q_segment: Tensor | None, k_index: Tensor | None, k_segment: Tensor | None,
+    kind: str, first: int, second: int, rest: int, factor: float, scale: float, alpha: float, unit: float,
+    causal: bool, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `attend`; first, second and rest are the widths of what is multiplied apart."""
     from phasewise.kernels.decode_forward import forward
     from phasewise.kernels.tiles import EMPTY_LSE, bounded
 
@@ -127,8 +125,8 @@ def _decode(
     places = None if q_index is None else (*_in_rows(q_index, q_segment), *_in_rows(k_index, k_segment))
     phase, slopes = (x if x is None else x.contiguous() for x in (phase, slopes))
     return forward(
-        q, k, v, rates, phase, slopes, places, kind=kind, parts=parts, factor=factor, scale=scale, alpha=alpha,
-        unit=unit, causal=causal, window=bounded(window, q, k, positions),
+        q, k, v, rates, phase, slopes, places, kind=kind, parts=(first, second, rest), factor=factor, scale=scale,
+        alpha=alpha, unit=unit, causal=causal, window=bounded(window, q, k, positions),
     )  # fmt: skip
 
 
@@ -139,11 +137,11 @@ def _in_rows(index: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
     return index.contiguous(), segment.contiguous()
 
 
-torch.library.impl("phasewise::decode", ("cpu", "cuda"), _decode)
-
-
-@torch.library.register_fake("phasewise::decode")
+@torch.library.register_fake(decode)
 def _decode_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     batch, heads, length, _width = q.shape
     out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     return out, q.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+_decode = direct(decode)
