@@ -92,12 +92,14 @@ class TestOnHopper:
 class TestStrides:
     pytestmark = hopper
 
-    def test_strided_tensors_are_read_as_they_are(self):
-        given = tensors(300, 300, 64, "softplus")
-        wide = torch.randn(2, 300, 3, 8, 80, device="cuda", dtype=HALF)
-        strided = tuple(wide[:, :, part, :, 8:72].transpose(1, 2) for part in range(3))
-        expected = one_after_the_other((*strided, *given[3:]), "softplus")
-        assert all(map(torch.equal, beside((*strided, *given[3:]), "softplus", FEW), expected))
+    def test_strided_tensors_are_read_as_they_are_and_values_by_channels_copied_first(self):
+        _, _, _, *turned = tensors(300, 300, 64, "softplus")
+        wide = torch.randn(2, 300, 3, 8, 160, device="cuda", dtype=HALF)
+        q, k, v = (wide[:, :, part, :, 8:72].transpose(1, 2) for part in range(3))
+        for values in (v, wide[:, :, 2, :, ::2].transpose(1, 2)):
+            given = (q, k, values, *turned)
+            expected = one_after_the_other(given, "softplus")
+            assert all(map(torch.equal, beside(given, "softplus", FEW), expected))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from phasewise.kernels import hopper_forward
 from phasewise.kernels.ahead import Awaited, Plan
 from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import expanded_like, fast, magnitude, row_step, turn
-from phasewise.kernels.tiles import ceil_div, power_of_two
+from phasewise.kernels.tiles import ceil_div, describe, power_of_two
 
 WARPS = 16
 COUNTED: tl.constexpr = tl.constexpr(WARPS)
@@ -238,6 +238,7 @@ def forward(
     *, preparation: str, factor: float, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output `[B, H, T, D]`, log-sum-exp `[B, H, T]`, and prepared q and k, of what `ahead.plan` names."""
+    v = describe(v, 1, 1).base  # copied, if it has to be, before the kernel that attention is to follow
     options = {"preparation": preparation, "factor": factor}
     q_made, k_made, awaited = prepare(q, k, q_angle, k_angle, phase, plan, **options)
     out, lse = hopper_forward.forward(q_made, k_made, v, scale=scale, causal=True, awaited=awaited)
