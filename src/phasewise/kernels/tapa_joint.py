@@ -28,21 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from phasewise.kernels.stored_hopper import await_group, laid_out, tile_in
 from phasewise.kernels.tapa_score import BEFORE, Score, cosine, power_table, sine, store_tile
 from phasewise.kernels.tapa_turns import add_query_grads, queries_of, work_of
 from phasewise.kernels.tiles import LOG2E, UNSEEN, describe
 
 HELD = gl.constexpr([8, 256])  # shape in which `as_held` leaves 64 x 32 values: a copy's rows hold 256
 SPACING = 1024  # tiles of queries walked over side by side, so that whoever is waited for is some steps ahead
-await_group = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
-
-
-@gluon.jit
-def tile_in(buffer, stage):
-    """One stage of a buffer [stages, 1, 1, rows, columns] as a matrix."""
-    one = buffer.index(stage)
-    shape: gl.constexpr = one.shape
-    return one.reshape([shape[2], shape[3]])
 
 
 @gluon.jit
@@ -432,10 +424,7 @@ def backward(
 
 def by_head(x: Tensor, rows: int) -> TensorDescriptor:
     """As `tiles.describe`, for Gluon."""
-    described = describe(x, rows, x.shape[3])
-    kind = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(described.block_shape, kind)
-    return TensorDescriptor(described.base, described.shape, described.strides, described.block_shape, layout)
+    return laid_out(describe(x, rows, x.shape[3]))
 
 
 def tiled(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
