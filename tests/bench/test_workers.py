@@ -1,14 +1,12 @@
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections import deque
 
 import pytest
-import torch
 
-from phasewise.bench.workers import Lost, keep_kernels, outcomes
+from phasewise.bench.workers import Lost, outcomes
 
 
 def work(task):
@@ -53,15 +51,3 @@ def test_a_process_that_ended_while_it_had_no_task_is_replaced():
                 time.sleep(0.01)
             tasks.append("second")
     assert task == "second"
-
-
-def on_gpu(number):
-    assert "phasewise.bench.loaded" in sys.modules
-    return torch.full((2,), float(number), device="cuda").sum().item()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_processes_forked_from_one_with_all_compilers_reach_the_gpu():
-    keep_kernels()
-    assert sorted(outcomes(on_gpu, deque([1, 2]), processes=2, seconds=120)) == [(1, 2.0), (2, 4.0)]

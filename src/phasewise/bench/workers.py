@@ -12,21 +12,16 @@ from multiprocessing.connection import Connection, wait
 from time import monotonic
 from typing import Any
 
-import torch
-
-LOADED = "phasewise.bench.loaded"
 MOST_PROCESSES = 16
 PATIENCE = 300.0  # seconds for a task, compilation and waiting for the GPU included
 
 
 def keep_kernels() -> None:
     """Before flash-attn-4 is imported, here or in others: have its own kernels kept on disk too, and a process compile
-    by itself, for this device.
+    by itself.
     """
-    major, minor = torch.cuda.get_device_capability()
-    told = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    for key, value in {**told, "QUACK_ARCH": f"{major}{minor}"}.items():
-        os.environ.setdefault(key, value)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @dataclass(frozen=True)
@@ -65,8 +60,7 @@ def outcomes(
     >>> sorted(outcomes(neg, deque([1, 2]), processes=1, seconds=60))
     [(1, -1), (2, -2)]
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([LOADED])
+    context = multiprocessing.get_context("spawn")
     free: list[_Worker] = []
     busy: list[_Worker] = []
     try:
