@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phasewise.kernels.operators import differentiable, direct, operator
@@ -75,23 +76,25 @@ def test_it_compiles_whole_with_its_gradient(scaled):
     assert torch.equal(dx, torch.full_like(x, 3.0))
 
 
-def calls_seen(call) -> list[str]:
-    """Of our operators, which a mode sees while a call is made."""
-    seen = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, arguments=(), named=None):
-            seen.extend([operator._schema.name] if operator.namespace == "phasewise" else [])
-            return operator(*arguments, **(named or {}))
-
-    with Watching():
-        call()
-    return seen
-
-
 def test_what_watches_traces_or_transforms_sees_the_operator():
     scaled, x = direct(scaled_for_a_test), leaf().detach()
-    assert calls_seen(lambda: scaled(x, 3.0, None)) == ["phasewise::scaled_for_a_test"]
+    seen = []
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, arguments=(), named=None):
+            seen.append(operator)
+            return operator(*arguments, **(named or {}))
+
+    class Called(TorchFunctionMode):
+        def __torch_function__(self, operator, types, arguments=(), named=None):
+            seen.append(operator)
+            return operator(*arguments, **(named or {}))
+
+    for mode in (Dispatched, Called):
+        seen.clear()
+        with mode():
+            scaled(x, 3.0, None)
+        assert scaled_for_a_test in seen, mode
     traced = make_fx(lambda x: scaled(x, 3.0, None)[0])(x)
     assert next(node.target for node in traced.graph.nodes if node.op == "call_function") is scaled_for_a_test
     with pytest.raises(RuntimeError, match=r"torch\.func"):

@@ -80,9 +80,9 @@ def direct(of: Any) -> Callable[..., Any]:
 
 
 def _ordinary(inputs: tuple[Any, ...]) -> bool:
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._get_tracing_state() is not None:
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
         return False
     for x in inputs:
         kind = type(x)
