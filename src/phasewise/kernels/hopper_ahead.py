@@ -129,6 +129,8 @@ def go_through(
         if KIND == "rope":
             cos *= factor
             sin *= factor
+        if PHASE:
+            less = tl.load(phase_ptr + first * n + c, c < n, other=0.0)
         for some in range(0, HEADS, HELD):
             last = some + HELD >= HEADS
             x_at = tl.where(last, next_x_at, x_at + HELD * x_strides[1])
@@ -136,8 +138,9 @@ def go_through(
             following = taken(x_at, x_offset, x_strides[1], second, inside, KIND, HELD)
             for i in tl.static_range(HELD):
                 if PHASE:
-                    less = tl.load(phase_ptr + (first + some + i) * n + c, c < n, other=0.0)
                     cos, sin = turn(angle - less, FAST)
+                    next_head = tl.minimum(first + some + i + 1, H - 1)
+                    less = tl.load(phase_ptr + next_head * n + c, c < n, other=0.0)
                 x, y = heads[i]
                 put(x, y, cos, sin, out_at + out_offset, n, (rows < left) & (c < n), KIND, FAST)
                 out_at += out_strides[1]
