@@ -11,7 +11,10 @@ from phasewise.bench.subjects import Subject, later
 from phasewise.encodings import NoPE
 
 
-def test_an_implementation_that_fails_costs_no_other_its_times(monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def pretended(monkeypatch):
+    """A GPU that is not there, processes that are this one, and three implementations, of which two fail."""
+
     def gate(subject, width):
         if subject.name == "plain b":
             raise AssertionError("out is 0.5 from the float64 reference")
@@ -39,12 +42,15 @@ def test_an_implementation_that_fails_costs_no_other_its_times(monkeypatch, tmp_
     monkeypatch.setattr(torch.autograd, "grad", lambda *_: None)
     monkeypatch.setattr(visits, "outcomes", lambda work, tasks, **_: ((task, work(task)) for task in tasks))
     monkeypatch.setattr(attention, "keep_kernels", lambda: None)
+    monkeypatch.setattr(attention, "NOTES", {"plain a": "a is ours", "plain b": "b is not"})
     for module, name, stub in (
         (visits, "subjects", subjects), (attention, "subjects", subjects), (visits, "gate", gate),
         (visits, "draw", draw), (attention, "measure", measure), (attention, "_line", str),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, stub)
-    monkeypatch.setattr(attention, "NOTES", {"plain a": "a is ours", "plain b": "b is not"})
+
+
+def test_an_implementation_that_fails_costs_no_other_its_times(pretended, tmp_path, capsys):
     path = tmp_path / "found.json"
     assert attention.main(["--out", str(path), "--widths", "64", "--lengths", "2048", "8192"]) == 1
     document = json.loads(path.read_text())
@@ -57,6 +63,13 @@ def test_an_implementation_that_fails_costs_no_other_its_times(monkeypatch, tmp_
         "plain c 64 8192": "RuntimeError: too long",
     }
     assert "plain b 64" in capsys.readouterr().err
+
+
+def test_nothing_is_recorded_when_nothing_passes_the_gate(pretended, tmp_path):
+    path = tmp_path / "found.json"
+    with pytest.raises(ValueError, match=r"no implementation passed.*plain b 64: AssertionError: out is 0.5"):
+        attention.main(["--out", str(path), "--widths", "64", "--only", "plain b"])
+    assert not path.exists()
 
 
 def test_a_part_of_no_implementations_name_is_named(monkeypatch, tmp_path):

@@ -149,6 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = dict(visited(visits))
     refused = {visit.name: why for visit in visits if isinstance(why := found[visit], str)}
     errors = {v.name: found[v] for v in visits if v.length == GATE_LENGTH and v.name not in refused}
+    if not errors:
+        name, why = next(iter(refused.items()))
+        raise ValueError(f"no implementation passed the gate; {name}: {why}")
     print(f"gate: {len(errors)} implementations within bounds", flush=True)
     recipe = {
         "what": "causal attention, bfloat16, encodings' own work included",
