@@ -3,7 +3,8 @@
 Letters as in `body`. A program has PARTS groups of four warps, 64 queries each. They begin their products in turns, so
 that one makes weights of scores while the tensor cores work for another, and each begins the scores of its next keys
 before it weighs its values. Tiles of queries are drawn from a counter, those with the most keys first, some heads at a
-time, so that their keys stay in the second-level cache.
+time, so that their keys stay in the second-level cache. A tile's first keys are copied while the tile before ends, and
+a group's queries as soon as it is done with its last ones.
 
 For queries that are the last of the keys, without positions, window or slopes, in half precision.
 """
@@ -28,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from phasewise.kernels.ahead import Awaited
 from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import expanded_like
-from phasewise.kernels.stored_hopper import await_group, exp2, laid_out
+from phasewise.kernels.stored_hopper import await_group, buffers, exp2, laid_out
+from phasewise.kernels.tapa_joint import tile_in, unknown_zero
 from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe, launch
 
 ROWS = gl.constexpr(64)  # queries of a group of warps: the rows of one tensor core instruction
@@ -54,21 +56,6 @@ def blocks_of(m, rows, T, S, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def buffers(COUNT: gl.constexpr, descriptor):
-    """Shared memory for as many tiles."""
-    shape: gl.constexpr = [COUNT] + descriptor.block_shape  # noqa: RUF005 (the compiler knows no unpacking)
-    return gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
-
-
-@gluon.jit
-def tile_in(buffer, stage):
-    """One stage of a buffer [stages, 1, 1, rows, columns] as a matrix."""
-    one = buffer.index(stage)
-    shape: gl.constexpr = one.shape
-    return one.reshape([shape[2], shape[3]])
-
-
-@gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """So many barriers, each of so many arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -84,6 +71,15 @@ def copy_in(descriptor, at, buffer, full, empty, step):
     mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(step % STAGES), descriptor.block_type.nbytes)
     tma.async_copy_global_to_shared(descriptor, at, full.index(step % STAGES), buffer.index(step % STAGES))
+
+
+@gluon.jit
+def await_empty(empty, part, turn, PARTS: gl.constexpr):
+    """Place of a group's queries of the `turn`th tile, once it is free."""
+    STAGES: gl.constexpr = empty.shape[0] // PARTS
+    slot = turn % STAGES * PARTS + part
+    mbarrier.wait(empty.index(slot), (turn // STAGES & 1) ^ 1)
+    return slot
 
 
 @gluon.jit
@@ -119,7 +115,6 @@ def load(
     q_smem, k_smem, v_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = signals[:6]
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
-    Q_STAGES: gl.constexpr = q_full.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     total = tiles * heads
     at = gl.program_id(0)
@@ -129,20 +124,18 @@ def load(
         tile, head = place(at, tiles, heads, together)
         if units is not None:
             await_prepared(draw_ptr + 1 + head // shared, units)
-        m = tile * (PARTS * ROWS)
         b = head // H
         h = head % H
-        stage = turn % Q_STAGES
-        here = q_full.index(stage)
-        mbarrier.wait(q_empty.index(stage), (turn // Q_STAGES & 1) ^ 1)
-        drawn.index(stage).store(gl.full([1], at, gl.int32, one))
-        mbarrier.expect(here, PARTS * q_desc.block_type.nbytes)
-        for part in gl.static_range(PARTS):
-            to = q_smem.index(stage * PARTS + part)
-            tma.async_copy_global_to_shared(q_desc, [b, h, m + part * ROWS, 0], here, to)
-        count = blocks_of(m, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
+        count = blocks_of(tile * (PARTS * ROWS), PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
         n = (count - 1) * BLOCK_N
         copy_in(k_desc, [b, h // GROUP, n, 0], k_smem, k_full, k_empty, step)
+        for part in gl.static_range(PARTS):
+            m = (tile * PARTS + part) * ROWS
+            slot = await_empty(q_empty, part, turn, PARTS)
+            drawn.index(2 * slot).store(gl.full([1], m, gl.int32, one))
+            drawn.index(2 * slot + 1).store(gl.full([1], head, gl.int32, one))
+            mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_desc, [b, h, m, 0], q_full.index(slot), q_smem.index(slot))
         at = gl.num_programs(0) + gl.atomic_add(draw_ptr, 1, sem="relaxed")
         for _ in range(1, count):
             copy_in(k_desc, [b, h // GROUP, n - BLOCK_N, 0], k_smem, k_full, k_empty, step + 1)
@@ -152,10 +145,10 @@ def load(
         copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
         step += 1
         turn += 1
-    stage = turn % Q_STAGES
-    mbarrier.wait(q_empty.index(stage), (turn // Q_STAGES & 1) ^ 1)
-    drawn.index(stage).store(gl.full([1], -1, gl.int32, one))
-    mbarrier.arrive(q_full.index(stage))
+    for part in gl.static_range(PARTS):
+        slot = await_empty(q_empty, part, turn, PARTS)
+        drawn.index(2 * slot).store(gl.full([1], -1, gl.int32, one))
+        mbarrier.arrive(q_full.index(slot))
     if units is not None:
         await_end()
 
@@ -177,12 +170,6 @@ def release(empty, step):
 
 
 @gluon.jit
-def unknown_zero(step):
-    """0 that the compiler does not know, made where this stands."""
-    return gl.inline_asm_elementwise("mov.s32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def summed(p):
     """Sums of rows [M, 4]: those of four threads, each of its own columns."""
     parts = p.reshape([p.shape[0], p.shape[1] // 8, 4, 2])
@@ -190,13 +177,37 @@ def summed(p):
 
 
 @gluon.jit
+def columns_of(parts):
+    """Columns of [M, N / 8, 4, 2] as numbers that the compiler knows, but for twice the third index.
+
+    The first of each eight columns and both of a pair; four threads have the pairs of a row's eight.
+    """
+    layout: gl.constexpr = parts.type.layout
+    eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    pair: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    eights = 8 * gl.arange(0, parts.shape[1], layout=eight)
+    return eights[None, :, None, None], gl.arange(0, 2, layout=pair)[None, None, None, :]
+
+
+@gluon.jit
+def masked(scores, last):
+    """Scores [M, N] of columns up to `last` of each row."""
+    parts = scores.reshape([scores.shape[0], scores.shape[1] // 8, 4, 2])
+    eights, pairs = columns_of(parts)
+    threads: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
+    # Made here: what is compared before the scores are there has to be kept for as many elements.
+    last = gl.convert_layout(last + unknown_zero(0), gl.SliceLayout(1, threads))[:, None]
+    last = last - 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, threads))[None, :]
+    parts = gl.where(eights + pairs <= last[:, None, :, None], parts, UNSEEN)
+    return gl.convert_layout(parts.reshape(scores.shape), scores.type.layout)
+
+
+@gluon.jit
 def weigh(scores, top, i, n, S, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
     """Weights of scores of keys from n on, what earlier ones are to be multiplied by, and the rows' greatest score."""
     if MASKED:
-        columns = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
-        # Compared here: what is compared before the scores are there has to be kept for as many elements.
-        last = (gl.minimum(i, S - 1) if CAUSAL else S - 1 + i * 0) - n + unknown_zero(n)
-        scores = gl.where(columns[None, :] <= last[:, None], scores, UNSEEN)
+        last = (gl.minimum(i, S - 1) if CAUSAL else S - 1 + i * 0) - n
+        scores = masked(scores, last)
     new_top = gl.maximum(top, gl.max(scores, 1) * scale_log2)
     return exp2(scores * scale_log2 - new_top[:, None]), exp2(top - new_top), new_top
 
@@ -227,21 +238,24 @@ def operand(pairs, dtype: gl.constexpr, out_layout: gl.constexpr):
 
 
 @gluon.jit
-def await_turn(turns, part, step):
-    """Groups begin their products of a step one after another, and the first when the last has begun its own."""
+def await_turn(turns, part, number, counted):
+    """Groups begin their products of a step one after another, and the first when the last has begun its own.
+
+    But for a tile's first steps, which not all groups have: they are not counted.
+    """
     first = 1 if part == 0 else 0
-    mbarrier.wait(turns.index(part), (step + first) & 1)
+    mbarrier.wait(turns.index(part), (number + first) & 1, pred=counted)
 
 
 @gluon.jit
-def pass_turn(turns, part):
+def pass_turn(turns, part, counted):
     """The next group may begin."""
-    mbarrier.arrive(turns.index((part + 1) % turns.shape[0]))
+    mbarrier.arrive(turns.index((part + 1) % turns.shape[0]), pred=counted)
 
 
 @gluon.jit
 def advance(
-    part, q_at, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals,
+    part, q_at, acc, pairs, top, total, i, n, S, scale_log2, step, number, counted, smem, signals,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Adds the values of the keys after n by the pairs of their weights, and makes the weights of those from n on."""
@@ -254,12 +268,12 @@ def advance(
     out_layout: gl.constexpr = acc.type.layout
     p = operand(pairs, dtype, out_layout)
     k = ready(k_smem, k_full, step)
-    await_turn(turns, part, step)
+    await_turn(turns, part, number, counted)
     q = tile_in(q_smem, q_at)
     scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     v = ready(v_smem, v_full, step - 1)
     acc = warpgroup_mma(p, v, acc, is_async=True)
-    pass_turn(turns, part)
+    pass_turn(turns, part, counted)
     scores = warpgroup_mma_wait(1, deps=[scores])
     release(k_empty, step)
     weights, shrink, top = weigh(scores, top, i, n, S, scale_log2, MASKED, CAUSAL)
@@ -272,105 +286,121 @@ def advance(
 
 
 @gluon.jit
-def next_tile(drawn, full, turn):
-    """The number that was drawn for the `turn`th tile, once its queries are there; -1 after the last."""
-    STAGES: gl.constexpr = full.shape[0]
+def next_tile(drawn, full, turn, part, PARTS: gl.constexpr):
+    """First query, head and place of a group's queries of the `turn`th tile, once they are there; -1 after the last."""
+    STAGES: gl.constexpr = full.shape[0] // PARTS
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1)
-    return gl.max(drawn.index(turn % STAGES).load(one), 0)
+    slot = turn % STAGES * PARTS + part
+    mbarrier.wait(full.index(slot), turn // STAGES & 1)
+    return gl.max(drawn.index(2 * slot).load(one), 0), gl.max(drawn.index(2 * slot + 1).load(one), 0), slot
 
 
 @gluon.jit
-def attend(
-    part, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D, scale_log2,
-    PARTS: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def share_of(top, total, m, head, lse_ptr, T, out_row: gl.constexpr):
+    """Stores the log-sum-exp of queries from m on; what their outputs are to be multiplied by."""
+    row: gl.constexpr = top.type.layout
+    t = m + gl.arange(0, ROWS, layout=row)
+    total = gl.convert_layout(gl.sum(total, 1), row)
+    gl.store(lse_ptr + head.to(gl.int64) * T + t, (top + gl.log2(total)) * LN2, t < T)
+    return gl.convert_layout(1.0 / total, out_row)
+
+
+@gluon.jit
+def finish(acc, share, m, head, out_ptr, out_strides, H, T, D: gl.constexpr, dtype: gl.constexpr):
+    """Stores the output of queries from m on."""
+    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    parts = (acc * share[:, None]).to(dtype).reshape([ROWS, acc.shape[1] // 8, 4, 2])
+    eights, pairs = columns_of(parts)
+    threads: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
+    t = gl.convert_layout(m + gl.arange(0, ROWS, layout=rows), gl.SliceLayout(1, threads))
+    # Addressed here: what the compiler takes out of the loop over tiles it has no registers for.
+    out_at = out_ptr + 16 * unknown_zero(m)
+    out_at += (head // H).to(gl.int64) * out_strides[0] + (head % H).to(gl.int64) * out_strides[1]
+    at = (out_at + t.to(gl.int64) * out_strides[2])[:, None]
+    at += 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, threads))[None, :]
+    stored = (t < T)[:, None][:, None, :, None]
+    if acc.shape[1] > D:
+        stored = stored & (eights < D)
+    gl.store(at[:, None, :, None] + (eights + pairs), parts, stored)
+
+
+@gluon.jit
+def attend(part, given, D: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr):
     """Output and log-sum-exp of 64 queries of every tile that is drawn."""
+    smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, T, S, scale_log2 = given
     q_smem, k_smem, v_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = signals
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = signals[:6]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = v_smem.shape[4]
+    ALONE: gl.constexpr = ((PARTS - 1) * ROWS + BLOCK_N - 1) // BLOCK_N + 1
     dtype: gl.constexpr = q_smem.dtype
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     row: gl.constexpr = gl.SliceLayout(1, score_layout)
     out_row: gl.constexpr = gl.SliceLayout(1, out_layout)
     rows = gl.arange(0, ROWS, layout=row)
-    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, out_layout))
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, score_layout)
     step = 0
     turn = 0
-    at = next_tile(drawn, q_full, turn)
-    while at >= 0:
-        q_at = turn % q_full.shape[0] * PARTS + part
-        tile, head = place(at, tiles, heads, together)
-        m = tile * (PARTS * ROWS) + part * ROWS
+    uncounted = 0
+    m, head, q_at = next_tile(drawn, q_full, turn, part, PARTS)
+    while m >= 0:
         i = m + rows + (S - T)
         count = blocks_of(m, ROWS, T, S, BLOCK_N, CAUSAL)
-        for _ in range(count, blocks_of(tile * (PARTS * ROWS), PARTS * ROWS, T, S, BLOCK_N, CAUSAL)):
-            await_turn(turns, part, step)
-            pass_turn(turns, part)
+        steps = blocks_of(m - part * ROWS, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
+        unseen = steps - count
+        counted_from = step + ALONE
+        uncounted += gl.minimum(ALONE, steps)
+        for _ in range(0, unseen):
             ready(k_smem, k_full, step)
             release(k_empty, step)
-            ready(v_smem, v_full, step)
-            release(v_empty, step)
             step += 1
         seen_by_all = S // BLOCK_N
         if CAUSAL:
             seen_by_all = gl.minimum(S, m + 1 + S - T) // BLOCK_N
         n = (count - 1) * BLOCK_N
         k = ready(k_smem, k_full, step)
-        await_turn(turns, part, step)
         q = tile_in(q_smem, q_at)
         scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        pass_turn(turns, part)
         scores = warpgroup_mma_wait(0, deps=[scores])
         release(k_empty, step)
         top = gl.full([ROWS], -1e20, gl.float32, row)
         weights, _, top = weigh(scores, top, i, n, S, scale_log2, True, CAUSAL)
         total = summed(weights)
         pairs = packed(weights, dtype)
+        for past in range(step - unseen, step):
+            ready(v_smem, v_full, past)
+            release(v_empty, past)
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, out_layout)
-        for _ in range(gl.minimum(seen_by_all, count - 1), count - 1):
-            n -= BLOCK_N
-            step += 1
-            acc, pairs, top, total = advance(
-                part, q_at, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, True, CAUSAL
-            )  # fmt: skip
-        # As if it were another place: ptxas takes what addresses it from the loop before, which may not have run.
-        q_at += unknown_zero(n)
-        for _ in range(0, gl.minimum(seen_by_all, count - 1)):
-            n -= BLOCK_N
-            step += 1
-            acc, pairs, top, total = advance(
-                part, q_at, acc, pairs, top, total, i, n, S, scale_log2, step, smem, signals, False, CAUSAL
-            )  # fmt: skip
-        release(q_empty, turn)
+        whole = gl.minimum(seen_by_all, count - 1)
+        for last in gl.static_range(2):
+            # As if it were another place: ptxas takes what addresses it from a loop before, which may not have run.
+            q_at += unknown_zero(n)
+            for _ in range(0, whole if last else count - 1 - whole):
+                n -= BLOCK_N
+                step += 1
+                acc, pairs, top, total = advance(
+                    part, q_at, acc, pairs, top, total, i, n, S, scale_log2, step, step - uncounted,
+                    step >= counted_from, smem, signals, last == 0, CAUSAL,
+                )  # fmt: skip
+        release(q_empty, q_at)
         p = operand(pairs, dtype, out_layout)
         v = ready(v_smem, v_full, step)
         acc = warpgroup_mma(p, v, acc, is_async=True)
+        share = share_of(top, total, m, head, lse_ptr, T, out_row)
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(v_empty, step)
+        finish(acc, share, m, head, out_ptr, out_strides, H, T, D, dtype)
         step += 1
         turn += 1
-        t = m + rows
-        total = gl.convert_layout(gl.sum(total, 1), row)
-        gl.store(lse_ptr + head.to(gl.int64) * T + t, top * LN2 + gl.log(total), t < T)
-        share = gl.convert_layout(1.0 / total, out_row)
-        t = gl.convert_layout(t, out_row)
-        out_at = (
-            out_ptr + (head // H).to(gl.int64) * out_strides[0] + (head % H).to(gl.int64) * out_strides[1]
-        )
-        out_at += t.to(gl.int64)[:, None] * out_strides[2] + d[None, :]
-        gl.store(out_at, (acc * share[:, None]).to(dtype), (t < T)[:, None] & (d < D)[None, :])
-        at = next_tile(drawn, q_full, turn)
+        m, head, q_at = next_tile(drawn, q_full, turn, part, PARTS)
 
 
 @gluon.jit(do_not_specialize=("shared", "units", "H", "GROUP", "heads", "tiles", "together", "T", "S"))
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, out_strides, lse_ptr, draw_ptr, shared, units, H, GROUP, heads, tiles, together,
-    T, S, D, scale_log2, PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    T, S, D: gl.constexpr, scale_log2,
+    PARTS: gl.constexpr, Q_STAGES: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Output [B, H, T, D] and natural log-sum-exp [B, H, T]; draw_ptr: zero.
 
@@ -379,23 +409,20 @@ def forward_kernel(
     smem = (buffers(Q_STAGES * PARTS, q_desc), buffers(K_STAGES, k_desc), buffers(V_STAGES, v_desc))
     turns = barriers(PARTS, 1)
     signals = (
-        barriers(Q_STAGES, 1), barriers(Q_STAGES, PARTS), barriers(K_STAGES, 1), barriers(K_STAGES, PARTS),
-        barriers(V_STAGES, 1), barriers(V_STAGES, PARTS), turns,
+        barriers(Q_STAGES * PARTS, 1), barriers(Q_STAGES * PARTS, 1), barriers(K_STAGES, 1),
+        barriers(K_STAGES, PARTS), barriers(V_STAGES, 1), barriers(V_STAGES, PARTS), turns,
     )  # fmt: skip
-    drawn = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    drawn = gl.allocate_shared_memory(
+        gl.int32, [2 * Q_STAGES * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc)
+    given = (smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, T, S, scale_log2)
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (attend, (
-                    0, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
-                )),
-                (attend, (
-                    1, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
-                )),
+                (attend, (0, given, D, PARTS, CAUSAL)),
+                (attend, (1, given, D, PARTS, CAUSAL)),
                 (load, (
                     descriptors, smem, signals, drawn, draw_ptr, shared, units, H, GROUP, heads, tiles, together,
                     T, S, PARTS, CAUSAL,
@@ -407,18 +434,9 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (attend, (
-                    0, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
-                )),
-                (attend, (
-                    1, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
-                )),
-                (attend, (
-                    2, smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, heads, tiles, together, T, S, D,
-                    scale_log2, PARTS, CAUSAL,
-                )),
+                (attend, (0, given, D, PARTS, CAUSAL)),
+                (attend, (1, given, D, PARTS, CAUSAL)),
+                (attend, (2, given, D, PARTS, CAUSAL)),
                 (load, (
                     descriptors, smem, signals, drawn, draw_ptr, shared, units, H, GROUP, heads, tiles, together,
                     T, S, PARTS, CAUSAL,
