@@ -37,15 +37,12 @@ class Visit(NamedTuple):
 
 
 def visited(visits: Sequence[Visit]) -> Iterator[tuple[Visit, dict[str, float] | str]]:
-    """Each visit with the errors at the gate, none at other lengths, or why it failed, as they are done.
-
-    Those that take compilers longest begin first.
-    """
+    """Each visit with the errors at the gate, none at other lengths, or why it failed, as they are done."""
     loading = Thread(target=flash_obstacle, args=("phasewise.kernels.flash_ahead",))
     loading.start()  # by this process, which will need it, and where others compile the while
     processes = min(MOST_PROCESSES, os.cpu_count() or 1, len(visits))
     for visit, found in outcomes(
-        visit_once, deque(sorted(visits, key=short)), processes=processes, seconds=PATIENCE
+        visit_once, deque(sorted(visits, key=turn)), processes=processes, seconds=PATIENCE
     ):
         why = found.reason if isinstance(found, Lost) else found
         if isinstance(why, str):
@@ -54,9 +51,10 @@ def visited(visits: Sequence[Visit]) -> Iterator[tuple[Visit, dict[str, float] |
     loading.join()
 
 
-def short(visit: Visit) -> bool:
-    """Whether no compiler but Triton's is needed."""
-    return not any(slow in visit.subject for slow in ("flash", "flex", "PoPE-pytorch"))
+def turn(visit: Visit) -> tuple[bool, bool]:
+    """What is visited first: the gate, as others find its kernels compiled, and what takes more than Triton's compiler."""
+    quick = not any(slow in visit.subject for slow in ("flash", "flex", "PoPE-pytorch"))
+    return visit.length != GATE_LENGTH, quick
 
 
 def visit_once(visit: Visit) -> dict[str, float] | str:
