@@ -52,7 +52,7 @@ def visited(visits: Sequence[Visit]) -> Iterator[tuple[Visit, dict[str, float] |
 
 
 def turn(visit: Visit) -> tuple[bool, bool]:
-    """What is visited first: the gate, as others find its kernels compiled, and what takes more than Triton's compiler."""
+    """The gate first, whose kernels all others need; in it what needs other compilers than Triton's."""
     quick = not any(slow in visit.subject for slow in ("flash", "flex", "PoPE-pytorch"))
     return visit.length != GATE_LENGTH, quick
 
