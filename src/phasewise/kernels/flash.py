@@ -8,6 +8,7 @@ heads.
 """
 
 import functools
+import hashlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,6 @@ from phasewise.kernels.prepare import expanded_like
 from phasewise.kernels.table import exact
 from phasewise.kernels.tiles import EMPTY_LSE, launch
 
-quack.cache.EXTRA_SOURCE_DIRS += [Path(__file__).parent, Path(interface.__file__).parent]
 ELEMENTS = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 NO_AUXILIARY = utils.AuxData(None, None)
 
@@ -87,11 +87,26 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@functools.cache
+def sources() -> str:
+    """A digest of the sources of flash-attn-4 and of our kernels; quack adds its own and versions."""
+    digest = hashlib.sha256()
+    for module in (__file__, interface.__file__):
+        for path in sorted(Path(module).parent.glob("*.py")):
+            digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:
-    """What compiles a kernel, once for its arguments: in a process, and on disk for all others, by those and by the
-    sources of quack, flash-attn-4 and ours.
-    """
-    return functools.cache(quack.cache.jit_cache(quiet()(make)))
+    """What compiles a kernel, once for its arguments: in a process, and on disk for others while the sources stay."""
+
+    @functools.wraps(make)
+    def made(_sources: str, *arguments: Any, **named: Any) -> Any:
+        with quiet():
+            return make(*arguments, **named)
+
+    on_disk = quack.cache.jit_cache(made)
+    return functools.cache(lambda *arguments, **named: on_disk(sources(), *arguments, **named))
 
 
 def forward_kernel(
