@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
-from phasewise.kernels import joint, tiles
+from phasewise.kernels import joint, tapa_turns, tiles
 from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -103,6 +103,33 @@ def test_what_memory_held_before_does_not_matter(made):
         after = fused(case, inputs)
         assert all(torch.equal(clean[name], after[name]) for name in clean)
     assert made
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 129, 1000, 1025])
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (2, 2), (6, 2), (6, 3), (16, 16), (12, 4)])
+@pytest.mark.parametrize("together", [1, 2, 3, 16])
+def test_programs_one_after_another_never_wait_and_a_heads_order_is_its_own(
+    length, heads, key_heads, together, monkeypatch
+):
+    """The least that a device grants: a program that has begun is run, in whatever order programs begin."""
+    for name, function in (("minimum", min), ("maximum", max), ("cdiv", tiles.ceil_div), ("where", chosen)):
+        monkeypatch.setattr(joint.gl, name, function)
+    monkeypatch.setattr(joint, "turn_of", tapa_turns.turn_of.fn)
+    key_tiles, block_m, block_n = tiles.ceil_div(length, 128), 64, 128
+    turns = {(head, m): 0 for head in range(heads) for m in range(0, length, block_m)}
+    for ticket in range(heads * key_tiles):
+        head, tile, way = tapa_turns.work_of.fn(ticket, heads, together, key_tiles, 2 - key_heads % 2)
+        assert way == (head % key_heads % 2 if key_heads % 2 == 0 else 0)
+        low, _, count = tapa_turns.queries_of.fn(tile, length, length, block_m, block_n)
+        for m in range(low, low + count * block_m, block_m)[:: 1 - 2 * way]:
+            assert turns[head, m] == joint.turn_in.fn(1 - 2 * way, tile, m, length, block_m, block_n)
+            turns[head, m] += 1
+    assert turns == {(head, m): (min(m + block_m, length) - 1) // block_n + 1 for head, m in turns}
+
+
+def chosen(condition: bool, one: int, other: int) -> int:
+    """Gluon's choice of numbers as Python's."""
+    return one if condition else other
 
 
 ROWS = tiles.launch_table()["rows"]

@@ -40,7 +40,7 @@ def test_programs_one_after_another_never_wait(queries, keys, block_m, block_n, 
     starts = range(0, queries, block_m)
     turns = {(head, m): 0 for head in range(heads) for m in starts}
     for ticket in range(heads * key_tiles):
-        head, tile = tapa_turns.work_of.fn(ticket, heads, together, key_tiles)
+        head, tile, _ = tapa_turns.work_of.fn(ticket, heads, together, key_tiles, 1)
         low, _, count = tapa_turns.queries_of.fn(tile, queries, keys, block_m, block_n)
         for m in range(low, low + count * block_m, block_m):
             turn = tapa_turns.turn_of.fn(tile, m, queries, keys, block_m, block_n)

@@ -4,7 +4,9 @@ Letters as in `body`. A program owns 128 keys, 64 of them for each of two groups
 that see them. Score gradients of a step go to shared memory; in the next step each group makes half of the channels
 of the queries' gradient from both groups' ds, so that the groups may be most of a step apart and one makes p and ds
 while the tensor cores work for the other. One warp loads ahead, two add up the queries' gradient in an order that
-never varies, later keys first (tapa_turns.py): neighbours walk two steps apart, about what a turn takes.
+never varies (tapa_turns.py). Of even heads that is later keys first: neighbours walk two steps apart, about what a
+turn takes. Of odd heads it is the first keys first, from the last queries on, so that a launch ends with short
+programs: they begin one after another, as those of even heads before them end.
 
 For as many queries as keys, causal, without window, positions or slopes, in half precision. It has no interpreter;
 `body.backward` states the same.
@@ -42,20 +44,25 @@ HELD = gl.constexpr(256)  # float32 sums side by side, as the copy engine takes 
 
 
 @gluon.jit
-def queries_at(step, low, count, BLOCK_M: gl.constexpr):
-    """Member of the group of query heads and first query of a step: `count` tiles from `low` on for each member."""
+def turn_in(stride, tile, m, T, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """How many tiles of keys add to the tile of queries at m before this one, in a head that walks by `stride`."""
+    return gl.where(stride > 0, turn_of(tile, m, T, T, BLOCK_M, BLOCK_N), tile)
+
+
+@gluon.jit
+def queries_at(step, start, stride, count):
+    """Member of the group of query heads and first query of a step: for each `count` tiles from `start` by `stride`."""
     member = step // count
-    return member, low + (step - member * count) * BLOCK_M
+    return member, start + (step - member * count) * stride
 
 
 @gluon.jit
 def load(
     q_desc, k_desc, v_desc, dout_desc, row_descs, k_smem, v_smem, q_smem, dout_smem, row_smem, keys_ready, full, empty,
-    b, key, heads, n, low, count, GROUP: gl.constexpr,
+    b, key, heads, n, start, stride, count, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Keys and values once; then tile by tile what belongs to queries, as soon as their stage is free."""
     HALF: gl.constexpr = q_desc.block_shape[3]
-    BLOCK_M: gl.constexpr = q_desc.block_shape[2]
     STAGES: gl.constexpr = dout_smem.shape[0]
     BYTES: gl.constexpr = (
         HALVES * q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * row_descs[0].block_type.nbytes
@@ -68,7 +75,7 @@ def load(
             tma.async_copy_global_to_shared(k_desc, [b, key, first, HALF * half], keys_ready, place)
         tma.async_copy_global_to_shared(v_desc, [b, key, first, 0], keys_ready, v_smem.index(group))
     for step in range(GROUP * count):
-        member, m = queries_at(step, low, count, BLOCK_M)
+        member, m = queries_at(step, start, stride, count)
         h = key * GROUP + member
         at = [b * heads * GROUP + h, m]
         stage = step % STAGES
@@ -85,15 +92,15 @@ def load(
 
 @gluon.jit
 def add_queries(
-    sum_desc, turn_ptr, grads, ready, free, first_tile, tiles, tile, low, count, T,
+    sum_desc, turn_ptr, grads, ready, free, first_tile, tiles, tile, start, stride, count, T,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, PARITY: gl.constexpr,
 ):  # fmt: skip
     """Adds what every other step gives to dq to what the programs of later keys have added."""
     SUM_ROWS: gl.constexpr = sum_desc.block_shape[0]
     for step in range(PARITY, GROUP * count, 2):
-        member, m = queries_at(step, low, count, BLOCK_M)
+        member, m = queries_at(step, start, stride, count)
         at = first_tile + member * tiles + m // BLOCK_M
-        turn = turn_of(tile, m, T, T, BLOCK_M, BLOCK_N)
+        turn = turn_in(stride, tile, m, T, BLOCK_M, BLOCK_N)
         mbarrier.wait(ready.index(PARITY), step // 2 & 1)
         await_turn(turn_ptr + at, turn)
         for half in gl.static_range(HALVES):
@@ -155,8 +162,8 @@ def as_held(x):
 @gluon.jit
 def gradients(
     group: gl.constexpr, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, grads, keys_ready, full, empty, stored,
-    ready, free, first_in, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2,
-    GROUP: gl.constexpr, AHEAD: gl.constexpr, BY_CHANNELS: gl.constexpr,
+    ready, free, first_in, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, start, stride, count, T,
+    scale, scale_log2, GROUP: gl.constexpr, AHEAD: gl.constexpr, BY_CHANNELS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 keys, and half of the channels of what all keys of the program add to dq."""
     STAGES: gl.constexpr = dout_smem.shape[0]
@@ -183,7 +190,7 @@ def gradients(
         scores = begin_scores(group, unknown_zero(n), n, k_smem, q_smem)
         scores = warpgroup_mma_wait(0, deps=[scores])
     for step in range(steps):
-        _, m = queries_at(step, low, count, BLOCK_M)
+        _, m = queries_at(step, start, stride, count)
         stage = step % STAGES
         parity = step & 1
         other = parity ^ 1
@@ -279,11 +286,15 @@ def joint_kernel(
     key_tiles = gl.cdiv(T, BLOCK_N)
     tiles = gl.cdiv(T, BLOCK_M)
     ticket = gl.atomic_add(turn_ptr, 1, sem="relaxed")
-    key_head, tile = work_of(ticket, gl.num_programs(0) // key_tiles, together, key_tiles)
+    key_head, tile, way = work_of(
+        ticket, gl.num_programs(0) // key_tiles, together, key_tiles, 2 - KEY_HEADS % 2
+    )
     b = key_head // KEY_HEADS
     key = key_head % KEY_HEADS
     n = tile * BLOCK_N
     low, _, count = queries_of(tile, T, T, BLOCK_M, BLOCK_N)
+    start = low + way * (count - 1) * BLOCK_M
+    stride = (1 - 2 * way) * BLOCK_M
     k_smem = gl.allocate_shared_memory(dtype, [GROUPS * HALVES, 1, 1, ROWS, HALF], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, ROWS, v_desc.block_shape[3]], v_desc.layout)
     q_smem = gl.allocate_shared_memory(dtype, [STAGES * HALVES, 1, 1, BLOCK_M, HALF], q_desc.layout)
@@ -329,23 +340,25 @@ def joint_kernel(
         [
             (gradients, (
                 0, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, grads, keys_ready, full, empty, stored, ready,
-                free, first_in, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2,
-                GROUP, AHEAD, BY_CHANNELS,
+                free, first_in, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, start, stride, count, T,
+                scale, scale_log2, GROUP, AHEAD, BY_CHANNELS,
             )),
             (gradients, (
                 1, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, grads, keys_ready, full, empty, stored, ready,
-                free, first_in, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, low, count, T, scale, scale_log2,
-                GROUP, AHEAD, BY_CHANNELS,
+                free, first_in, dk_ptr, dk_strides, dv_ptr, dv_strides, b, key, n, start, stride, count, T,
+                scale, scale_log2, GROUP, AHEAD, BY_CHANNELS,
             )),
             (load, (
                 q_desc, k_desc, v_desc, dout_desc, (lse2_desc, delta_desc), k_smem, v_smem, q_smem, dout_smem, row_smem,
-                keys_ready, full, empty, b, key, KEY_HEADS, n, low, count, GROUP,
+                keys_ready, full, empty, b, key, KEY_HEADS, n, start, stride, count, GROUP,
             )),
             (add_queries, (
-                sum_desc, turns, grads, ready, free, first_tile, tiles, tile, low, count, T, BLOCK_M, BLOCK_N, GROUP, 0,
+                sum_desc, turns, grads, ready, free, first_tile, tiles, tile, start, stride, count, T,
+                BLOCK_M, BLOCK_N, GROUP, 0,
             )),
             (add_queries, (
-                sum_desc, turns, grads, ready, free, first_tile, tiles, tile, low, count, T, BLOCK_M, BLOCK_N, GROUP, 1,
+                sum_desc, turns, grads, ready, free, first_tile, tiles, tile, start, stride, count, T,
+                BLOCK_M, BLOCK_N, GROUP, 1,
             )),
         ],
         [4, 1, 1, 1],

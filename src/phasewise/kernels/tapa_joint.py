@@ -283,7 +283,7 @@ def joint_kernel(
     V: gl.constexpr = v.block_type.shape[3]
     key_tiles = gl.cdiv(S, BLOCK_N)
     ticket = gl.atomic_add(turn_ptr, 1, sem="relaxed")
-    key_head, tile = work_of(ticket, gl.num_programs(0) // key_tiles, together, key_tiles)
+    key_head, tile, _ = work_of(ticket, gl.num_programs(0) // key_tiles, together, key_tiles, 1)
     batch = key_head // G
     group = key_head % G
     first_n = tile * BLOCK_N

@@ -16,15 +16,20 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 @gluon.jit
-def work_of(ticket, heads, together, key_tiles):
-    """Key head and tile of keys of a program: `together` heads at once, in each of them the last tile first.
+def work_of(ticket, heads, together, key_tiles, ways):
+    """Key head and tile of keys of a program, and which way its head goes: 0 the last tile first, 1 the first first.
 
+    `together` heads that go the first way come at once, then as many of the second: of two ways, odd heads go that.
     Neighbouring tiles of one head begin apart, so that the one that is waited for has come further.
     """
-    first = ticket // (together * key_tiles) * together
-    rest = ticket - first * key_tiles
-    members = gl.minimum(together, heads - first)
-    return first + rest % members, key_tiles - 1 - rest // members
+    first = ticket // (ways * together * key_tiles) * together
+    rest = ticket - ways * first * key_tiles
+    members = gl.minimum(together, heads // ways - first)
+    way = rest // (members * key_tiles)
+    rest -= way * members * key_tiles
+    slot = rest // members
+    tile = slot + (1 - way) * (key_tiles - 1 - 2 * slot)
+    return (first + rest % members) * ways + way, tile, way
 
 
 @gluon.jit
