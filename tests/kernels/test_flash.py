@@ -1,5 +1,9 @@
 """flash-attn-4's kernels, launched by ourselves, give its interface's bits; one kernel serves all lengths."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -185,3 +189,31 @@ def test_keys_turned_back_where_their_gradient_is_made_are_more_exact_than_after
     assert torch.equal(here[0], after[0])
     assert torch.equal(here[2], after[2])
     assert (here[1] - right[1]).norm() < (after[1] - right[1]).norm()
+
+
+BOTH_PASSES = """
+import hashlib, torch, phasewise as pw
+generator = torch.Generator("cuda").manual_seed(0)
+q, k, v = (torch.randn(1, 300, 4, 64, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
+out = pw.attention(*leaves, pw.TAPA(head_dim=64, alpha=0.1), impl="flash") + pw.attention(*leaves, pw.NoPE(), impl="flash")
+bits = [x.view(torch.int16).cpu().numpy().tobytes() for x in (out, *torch.autograd.grad(out.sum(), leaves))]
+print(hashlib.sha256(b"".join(bits)).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_from_disk_gives_the_bits_of_one_that_was_just_compiled(tmp_path):
+    def run():
+        options = {
+            "env": {**os.environ, "QUACK_CACHE_DIR": str(tmp_path)},
+            "capture_output": True,
+            "text": True,
+        }
+        return subprocess.run([sys.executable, "-c", BOTH_PASSES], check=True, **options).stdout
+
+    compiled = run()
+    kept = sorted(tmp_path.rglob("*.o"))
+    assert len(kept) >= 5  # two forward passes, and a backward's preparation, itself and end
+    assert run() == compiled
+    assert sorted(tmp_path.rglob("*.o")) == kept
