@@ -196,7 +196,8 @@ import hashlib, torch, phasewise as pw
 generator = torch.Generator("cuda").manual_seed(0)
 q, k, v = (torch.randn(1, 300, 4, 64, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
-out = pw.attention(*leaves, pw.TAPA(head_dim=64, alpha=0.1), impl="flash") + pw.attention(*leaves, pw.NoPE(), impl="flash")
+outs = [pw.attention(*leaves, encoding, impl="flash") for encoding in (pw.TAPA(head_dim=64, alpha=0.1), pw.NoPE())]
+out = outs[0] + outs[1]
 bits = [x.view(torch.int16).cpu().numpy().tobytes() for x in (out, *torch.autograd.grad(out.sum(), leaves))]
 print(hashlib.sha256(b"".join(bits)).hexdigest())
 """
