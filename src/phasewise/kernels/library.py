@@ -158,7 +158,7 @@ def separable_backward(
     chosen = launch(f"separable.{body}.backward", q, **widths, length=k.shape[2])["body"] if simple else body
     served = JOINT_POLAR if polar else JOINT
     if chosen == "joint" and not (causal and (widths["qk"], widths["v"]) in served):
-        chosen = "triton"
+        chosen = body
 
     view = {"scale": scale, "causal": causal}
     given = (q, k, v, out, lse, dout, dlse, q_angle, k_angle, phase, preparation, factor)
