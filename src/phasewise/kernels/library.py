@@ -62,7 +62,7 @@ def separable(
         return out.zero_(), lse.fill_(EMPTY_LSE), *(x.zero_() for x in rotated)
     window = bounded(window, q, k, (q_index, q_segment, k_index, k_segment))
     q_angle, k_angle, phase, slopes = _dense(q_angle, k_angle, phase, slopes)
-    q2, k2, rotated = q, k, (q.new_empty(0), q.new_empty(0))
+    q2, k2, rotated = q, k, ()
     placed = any(x is not None for x in (q_index, q_segment, k_index, k_segment))
     seen = q.shape[2] <= k.shape[2] or not causal  # every query sees a key
     if body == "triton" and not placed and window is None and slopes is None and seen:
@@ -80,7 +80,7 @@ def separable(
 
             options = {"preparation": preparation, "factor": factor, "scale": scale}
             out, lse, *made = forward(q, k, v, q_angle, k_angle, phase, beside, **options)
-            return out, lse, *(made if preparation == "rope" else rotated)
+            return out, lse, *(made if preparation == "rope" else _nothing(q))
         if preparation == "rope":
             rotated = q2, k2 = prepare.rotate(q, k, q_angle, k_angle, factor)
         else:
@@ -100,7 +100,12 @@ def separable(
         out, lse = own.forward(
             q2, k2, v, scale=scale, causal=causal, window=window, places=places, slopes=slopes
         )
-    return out, lse, *rotated
+    return out, lse, *(rotated or _nothing(q))
+
+
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+    """In the place of rotated queries and keys."""
+    return q.new_empty(0), q.new_empty(0)
 
 
 @torch.library.register_fake(separable)
