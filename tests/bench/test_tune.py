@@ -297,6 +297,25 @@ def test_a_chain_does_not_wait_for_another(monkeypatch, copied, a_gpu, tmp_path)
     assert given == ["separable.forward 64 64", "separable.joint 64 64", "tapa.forward 64 64"]
 
 
+def test_what_is_narrower_keeps_the_row_that_served_it(monkeypatch, copied, a_gpu, tmp_path):
+    tune.write([row(qk=128, v=128)])  # which serves 64 channels too
+
+    def told(work, tasks, **_):
+        while tasks:
+            task = tasks.popleft()
+            best = {"tapa.forward 64 64": 4, "tapa.forward 128 128": 8}[task.subject]
+            yield task, {4096: [1.0 + (meta["num_warps"] != best) for meta in task.metas]}
+
+    monkeypatch.setattr(tune, "outcomes", told)
+    narrow, wide = (
+        Subject("tapa.forward", n, n, (4096,), lambda _: Trial(tuple, tuple, tuple), (({"num_warps": 8},),))
+        for n in (64, 128)
+    )
+    rows = tune.tune(lambda: [[[narrow]], [[wide]]], tmp_path / "tune.json")
+    assert {(r["qk"], r["meta"]["num_warps"]) for r in rows} == {(64, 4), (128, 8)}
+    assert tune.present(narrow, 4096)["num_warps"] == 4
+
+
 def test_one_stage_can_be_tuned_by_itself(pretended, copied, tmp_path):
     subject, asked = pretended
     later = replace(subject, qk=128, stage="bodies")

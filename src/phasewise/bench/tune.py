@@ -167,15 +167,29 @@ def row_of(subject: Subject, kernel: str, meta: Meta, dtype: str, length: int | 
     }  # fmt: skip
 
 
+def rows_of(subject: Subject, metas: Mapping[int, Meta]) -> list[Row]:
+    """A family of rows, of what a subject takes at each length."""
+    return [
+        row_of(subject, subject.kernel, meta, dtype, length)
+        for dtype in DTYPES
+        for length, meta in buckets(metas)
+    ]
+
+
 def present(subject: Subject, length: int) -> Meta:
+    """What a subject takes at a length."""
+    return present_row(subject, length)["meta"]
+
+
+def present_row(subject: Subject, length: int) -> Row:
     """The row that serves a subject on this device, or else on any other that the table knows."""
     device, kind = torch.cuda.get_device_name(), getattr(torch, DTYPES[0])
     sizes = {"qk": subject.qk, "v": subject.v, "length": length}
     try:
-        return table.row(subject.kernel, device, kind, **sizes)["meta"]
+        return table.row(subject.kernel, device, kind, **sizes)
     except ValueError:
         others = {r["device"] for r in table.launch_table()["rows"] if r["kernel"] == subject.kernel}
-        return table.row(subject.kernel, max(others - {"cpu"}), kind, **sizes)["meta"]
+        return table.row(subject.kernel, max(others - {"cpu"}), kind, **sizes)
 
 
 def tune(chains: Chains, journal: Path, *, only: Sequence[str] = ("",)) -> list[Row]:
@@ -193,8 +207,9 @@ def tune(chains: Chains, journal: Path, *, only: Sequence[str] = ("",)) -> list[
         raise ValueError("tuning measures a CUDA device and there is none")
     with sole_writer(), tempfile.TemporaryDirectory() as folder:
         ready(journal)
-        decided, planned = Decided.resumed(journal), chains()
+        planned = chains()
         subjects = [subject for chain in planned for stage in chain for subject in stage]
+        decided = Decided.resumed(journal, subjects)
         for part in only:
             if not any(subject.within(part) for subject in subjects):
                 stages = ", ".join(dict.fromkeys(subject.stage for subject in subjects))
@@ -316,11 +331,12 @@ class Decided:
     """What was measured and written so far, and its record."""
 
     journal: Path
+    subjects: Sequence[Subject]
     values: dict[str, Any]
     rows: list[Row]
 
     @classmethod
-    def resumed(cls, journal: Path) -> "Decided":
+    def resumed(cls, journal: Path, subjects: Sequence[Subject]) -> "Decided":
         """From the record of a tuning that was interrupted here, when there is one."""
         if journal.exists():
             try:
@@ -334,8 +350,8 @@ class Decided:
                 ) from error
             now = certified(recipe={}, values={}, device="cuda")
             if goes_on and made == [now[name] for name in ("device", "versions", "commit")]:
-                return cls(journal, values, rows)
-        return cls(journal, {}, [])
+                return cls(journal, subjects, values, rows)
+        return cls(journal, subjects, {}, [])
 
     def has(self, subject: Subject) -> bool:
         """Whether a subject was measured at its lengths."""
@@ -352,15 +368,23 @@ class Decided:
             for meta, x in zip(metas, results[n], strict=True)
         ]  # fmt: skip
         if after != before:
-            rows = [
-                row_of(subject, subject.kernel, meta, dtype, length)
-                for dtype in DTYPES
-                for length, meta in buckets(after)
-            ]
+            rows = [*self.pinned(subject), *rows_of(subject, after)]
             write(rows)
             self.rows += rows
         print(line(subject, metas, results, before, after), flush=True)
         self.keep(complete=False)
+
+    def pinned(self, subject: Subject) -> Iterator[Row]:
+        """Rows of their own for narrower subjects of the same kernel, so that they keep what serves them."""
+        for other in self.subjects:
+            within = other.kernel == subject.kernel and other.qk <= subject.qk and other.v <= subject.v
+            served = {length: present_row(other, length) for length in other.lengths}
+            if (
+                within
+                and other != subject
+                and any((r["qk"], r["v"]) != (other.qk, other.v) for r in served.values())
+            ):
+                yield from rows_of(other, {length: row["meta"] for length, row in served.items()})
 
     def keep(self, *, complete: bool) -> None:
         recipe = {
@@ -425,10 +449,13 @@ def buckets(after: Mapping[int, Meta]) -> Iterator[tuple[int | None, Meta]]:
 
 
 def line(subject: Subject, metas: Sequence[Meta], results: Results, before: Mapping, after: Mapping) -> str:
+    def runs(meta: Meta) -> str:
+        return str(meta["order"][0] if "order" in meta else meta)
+
     parts = []
     for length, found in results.items():
-        times = {str(meta): x for meta, x in zip(metas, found, strict=True) if isinstance(x, float)}
-        was, now = (times.get(str(x[length])) for x in (before, after))
+        times = {runs(meta): x for meta, x in zip(metas, found, strict=True) if isinstance(x, float)}
+        was, now = (times.get(runs(x[length])) for x in (before, after))
         changed = "stays" if before[length] == after[length] else f"{dict(after[length])}"
         parts.append(f"at {length} {was and round(was, 4)} -> {now and round(now, 4)} ms {changed}")
     return f"{subject.name}: {'; '.join(parts)}"
