@@ -114,8 +114,9 @@ def gradients(function, tensors, **options):
 
 def one_pass_gradients(monkeypatch, tensors, **options):
     """`gradients` of the kernel, after a check that it was this one that made them."""
-    (row,) = (row for row in launch_table()["rows"] if row["kernel"] == "tapa.chunks")
-    monkeypatch.setitem(row["meta"], "queries", 1)
+    for row in launch_table()["rows"]:
+        if row["kernel"] == "tapa.chunks":
+            monkeypatch.setitem(row["meta"], "queries", 1)
     calls = []
     backward = tapa_joint.backward
     monkeypatch.setattr(tapa_joint, "backward", lambda *given: (calls.append(given), backward(*given)))
