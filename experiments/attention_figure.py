@@ -27,6 +27,11 @@ Rows = dict[tuple[str, int, int], dict[str, Any]]
 """By subject, width and length."""
 
 
+def is_peer(subject: str) -> bool:
+    """Whether an implementation is another package's way to an encoding."""
+    return subject.partition(" ")[2] in PEERS
+
+
 def rows_of(document: dict[str, Any]) -> Rows:
     return {(row["subject"], row["width"], row["length"]): row for row in document["values"]["times"]}
 
@@ -46,7 +51,7 @@ def auto(found: Rows, device: str, encoding: str, width: int, length: int, witho
 
 def table(document: dict[str, Any]) -> str:
     """Markdown: median times with quartiles, TFLOP/s and the ratio to plain flash-attn-4 of the same run."""
-    rows = document["values"]["times"]
+    rows = [row for row in document["values"]["times"] if not is_peer(row["subject"])]
     lines = [
         "| D | T | implementation | forward, ms | TFLOP/s | ratio | with backward, ms | TFLOP/s | ratio | peak, MiB |",
         "|---:|---:|---|---|---:|---:|---|---:|---:|---:|",
@@ -131,20 +136,23 @@ def _two_places(number: float | None) -> str:
 
 
 def others(documents: list[dict[str, Any]]) -> str:
-    """Markdown: other people's ways to an encoding beside what auto takes in the same run, over plain flash-attn-4."""
+    """Markdown: other people's ways to an encoding beside what auto takes in the same run, over plain flash-attn-4.
+
+    What several documents have is the first one's.
+    """
     lines = [
         "| D | T | implementation | forward, ms | ratio | with backward, ms | ratio | peak, MiB |",
         "|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
-    recorded = []
+    recorded, told = [], set()
     for document in documents:
         found = rows_of(document)
-        if any(subject.partition(" ")[2] in PEERS for subject, *_ in found):
+        peers = {key: row for key, row in found.items() if is_peer(key[0]) and key not in told}
+        told |= peers.keys()
+        if peers:
             recorded.append(measured_on(document) + _note(document))
-        for (subject, width, length), peer in found.items():
-            encoding, _, name = subject.partition(" ")
-            if name not in PEERS:
-                continue
+        for (subject, width, length), peer in peers.items():
+            encoding = subject.partition(" ")[0]
             body = auto(found, document["device"], encoding, width, length)
             lines += [_beside(row) for row in (peer, found.get((f"{encoding} {body}", width, length))) if row]
     return "\n".join([*dict.fromkeys(lines), "", f"{'; '.join(recorded)}."])
@@ -164,7 +172,11 @@ def _note(document: dict[str, Any]) -> str:
 
 def draw(document: dict[str, Any], path: Path) -> None:
     """Bars: the ratio of every implementation to plain flash-attn-4, forward with backward, a panel a width."""
-    rows = [row for row in document["values"]["times"] if f"both_to_{BASELINE}" in row]
+    rows = [
+        row
+        for row in document["values"]["times"]
+        if f"both_to_{BASELINE}" in row and not is_peer(row["subject"])
+    ]
     if not rows:
         raise ValueError(f"the record has no ratio to {BASELINE}: measure where it is installed")
     widths = sorted({row["width"] for row in rows})

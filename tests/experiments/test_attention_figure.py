@@ -88,6 +88,25 @@ def test_other_peoples_ways_stand_beside_ours():
     assert lines[-1].count("commit") == 1
 
 
+def test_what_two_records_have_of_other_peoples_ways_is_the_firsts():
+    first, second = side_by_side(), side_by_side()
+    second["commit"] = "fedcba9876543"
+    for row in second["values"]["times"]:
+        row["both_ms"] = {**row["both_ms"], "median": 9.0}
+    assert others([first, second]) == others([first])
+    (row,) = record()["values"]["times"]
+    second["values"]["times"].append({**row, "subject": "pope PoPE-pytorch"})
+    both = others([first, second]).splitlines()
+    assert both[:4] == others([first]).splitlines()[:4]
+    assert both[4].startswith("| 64 | 2048 | pope PoPE-pytorch |")
+    assert "abcdef0123" in both[-1]
+    assert "fedcba9876" in both[-1]
+
+
+def test_other_peoples_ways_are_in_no_other_table():
+    assert "flex" not in table(side_by_side())
+
+
 def test_figure_needs_the_baseline(tmp_path):
     with pytest.raises(ValueError, match="no ratio to flash-attn-4"):
         draw(record(), tmp_path / "cost.svg")
