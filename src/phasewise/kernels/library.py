@@ -172,8 +172,8 @@ def separable_backward(
     if chosen == "joint":
         return _joint_backward(*given, scale=scale)
     if chosen == "stored":
-        # At most a quarter above RoPE's memory, whose backward holds float32 sums with flash-attn-4.
-        return _stored_backward(*given, room=(3.0, 2.0) if body == "flash" else (2.0, 1.5), **view)
+        # At most a quarter above RoPE's memory, which is more with flash-attn-4.
+        return _stored_backward(*given, at_once=3 if body == "flash" else 2, **view)
     view |= {"window": window, "places": Places.of(q, k, *positions), "slopes": slopes}
     if polar:
         return _polar_backward(*given[:-1], **view)
@@ -294,7 +294,7 @@ def _joint_backward(
 def _stored_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     q_angle: Tensor | None, k_angle: Tensor | None, phase: Tensor | None,
-    preparation: str, factor: float, *, room: tuple[float, float], scale: float, causal: bool,
+    preparation: str, factor: float, *, at_once: int, scale: float, causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from phasewise.kernels import body as own
     from phasewise.kernels import prepare, stored
@@ -304,7 +304,7 @@ def _stored_backward(
     elements, group = q.numel() + k.numel(), q.shape[1] // k.shape[1]
     wide = 0 if q_angle is None or preparation == "rope" else 2
     sums = None if phase is None else prepare.phase_sums(q, stored.side(q, 2 * q.shape[3], v))
-    for rows, keys in stored.pieces(q, k, wide=wide, limit=int(room[0] * elements), causal=causal):
+    for rows, keys in stored.pieces(q, k, wide=wide, limit=at_once * elements, causal=causal):
         heads = slice(keys.start * group, keys.stop * group)
         q2, k2, some_v = q[rows, heads], k[rows, keys], v[rows, keys]
         some = (x[rows, heads] for x in (dout, *statistics))
@@ -317,7 +317,7 @@ def _stored_backward(
             )
             polar = stored.Polar(preparation, q2, k2, *turned, sums if sums is None else sums[rows, :, heads])
             q2, k2 = prepare.polar(q2, k2, *turned, preparation)
-        options = {"polar": polar, "limit": int(room[1] * elements), "scale": scale, "causal": causal}
+        options = {"polar": polar, "limit": 2 * elements, "scale": scale, "causal": causal}
         stored.backward(q2, k2, some_v, *some, into, **options)
     if q_angle is not None and k_angle is not None and preparation == "rope":
         prepare.rotate(dq, dk, q_angle, k_angle, factor, back=True, into=(dq, dk))
