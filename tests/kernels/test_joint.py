@@ -146,7 +146,7 @@ def intermediates():
 @pytest.mark.slow
 @pytest.mark.parametrize("form", range(len(FORMS)))
 def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
-    """The compiler lays what it hands to partitions over a barrier that none of them takes."""
+    """The compiler writes over a barrier that none takes, which a GPU puts back when it changes between processes."""
     kernel = intermediates[form]
     barrier_of = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", kernel))
     made = {barrier_of.get(name, name) for name in re.findall(r"ttng\.init_barrier (%\w+)", kernel)}

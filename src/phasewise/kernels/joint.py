@@ -318,8 +318,9 @@ def joint_kernel(
     stored = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
     free = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    # first_in: a group may begin its products, as the other one's are done. Made only where it is waited for: in the
-    # memory of a barrier that no partition takes the compiler hands them values, and nothing orders the two.
+    # first_in: a group may begin its products, as the other one's are done. Made only where it is waited for: the
+    # compiler writes what it hands to partitions over a barrier that none of them takes, and when processes share a
+    # GPU, each change between them puts the barrier back.
     first_in = ()
     if AHEAD:
         first_in = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], ONE)
