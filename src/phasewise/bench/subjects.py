@@ -17,7 +17,6 @@ from phasewise.encodings.base import angles
 from phasewise.frequencies import Geometric
 from phasewise.kernels import separable, tapa
 from phasewise.kernels.library import BODIES, Body
-from phasewise.positions import Positions
 
 HEADS = 16
 LONGEST_TUNED = 2048
@@ -98,10 +97,7 @@ def plain(width: int) -> Iterator[Subject]:
 
 def prepared(encoding: RoPE | PoPE, width: int, length: int) -> Iterator[Subject]:
     """An encoding of queries and keys by each body of ours."""
-    turns = angles(
-        torch.arange(length, device="cuda")[None],
-        Geometric(base=10_000.0).rates(encoding.channels, device="cuda"),
-    )
+    turns = turns_of(encoding, length)
     settings: dict[str, Any] = {"scale": width**-0.5, **VIEW}
     if isinstance(encoding, PoPE):
         attend, leaves, qk_width = separable.pope, (encoding.phase,), 2 * width
@@ -115,6 +111,12 @@ def prepared(encoding: RoPE | PoPE, width: int, length: int) -> Iterator[Subject
         yield Subject(f"{encoding.kind} {body}", encoding, run, qk_width, leaves)
 
 
+def turns_of(encoding: RoPE | PoPE, length: int) -> Tensor:
+    """Angles of its channels at every place, `[1, length, n]`; of no implementation's time."""
+    rates = Geometric(base=10_000.0).rates(encoding.channels, device="cuda")
+    return angles(torch.arange(length, device="cuda")[None], rates)
+
+
 def sloped(width: int) -> Subject:
     """ALiBi by our kernel."""
     encoding = ALiBi(num_heads=HEADS)
@@ -124,7 +126,7 @@ def sloped(width: int) -> Subject:
 
 
 def by_flex(width: int, length: int, rope: RoPE, pope: PoPE) -> Iterator[Subject]:
-    """FlexAttention, compiled with what comes before it.
+    """FlexAttention, compiled with what turns queries and keys before it.
 
     It has no TAPA: it hands out finished scores, and TAPA's are two products.
     """
@@ -137,12 +139,13 @@ def by_flex(width: int, length: int, rope: RoPE, pope: PoPE) -> Iterator[Subject
     def plain(**settings: Any) -> Run:
         return later(lambda: compiled(partial(flex_attention_of(length), scale=scale, **settings)))
 
-    def factored(encoding: RoPE | PoPE) -> Run:
-        return later(lambda: compiled(partial(_through_factors, encoding, flex_attention_of(length))))
+    def turned(encoding: RoPE | PoPE) -> Run:
+        turns = turns_of(encoding, length)
+        return later(lambda: compiled(partial(_turned, encoding, flex_attention_of(length), turns)))
 
     yield Subject("plain flex", NoPE(), plain(), width)
-    yield Subject("rope flex", rope, factored(rope), width)
-    yield Subject("pope flex", pope, factored(pope), 2 * width, (pope.phase,))
+    yield Subject("rope flex", rope, turned(rope), width)
+    yield Subject("pope flex", pope, turned(pope), 2 * width, (pope.phase,))
     yield Subject("alibi flex", alibi, plain(score_mod=nearer), width)
 
 
@@ -195,14 +198,12 @@ def compiled(run: Run) -> Run:
     return torch.compile(run, dynamic=False, fullgraph=True)
 
 
-def _through_factors(
-    encoding: Encoding, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
+def _turned(
+    encoding: RoPE | PoPE, run: Callable[..., Tensor], turns: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """An encoding as a user without our kernels has it: its factors in plain torch, then an attention kernel."""
-    at = Positions.arange(q.shape[2], device=q.device)
-    factors = encoding.factors(q, k, at, at)
-    assert factors is not None, "only separable encodings are measured so"
-    return run(*(x.to(v.dtype) for x in factors), v, scale=q.shape[3] ** -0.5)
+    """An encoding as a user without our kernels has it: turned in plain torch by given angles, then attention."""
+    turned = encoding.turn_queries(q, turns, 1.0), encoding.turn_keys(k, turns)
+    return run(*(x.to(v.dtype) for x in turned), v, scale=q.shape[3] ** -0.5)
 
 
 def _peer(pope: PoPE, length: int) -> Run:
