@@ -106,7 +106,13 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
             return make(*arguments, **named)
 
     on_disk = quack.cache.jit_cache(made)
-    return functools.cache(lambda *arguments, **named: on_disk(sources(), *arguments, **named))
+
+    @functools.cache
+    @functools.wraps(make)
+    def found(*arguments: Any, **named: Any) -> Any:
+        return on_disk(sources(), *arguments, **named)
+
+    return found
 
 
 def forward_kernel(
