@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from phasewise.kernels.ahead import Awaited
 from phasewise.kernels.hardware import multiprocessors
 from phasewise.kernels.prepare import expanded_like
-from phasewise.kernels.stored_hopper import await_group, buffers, exp2, laid_out
-from phasewise.kernels.tapa_joint import tile_in, unknown_zero
+from phasewise.kernels.stored_hopper import await_group, buffers, exp2, laid_out, tile_in
+from phasewise.kernels.tapa_joint import unknown_zero
 from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe, launch
 
 ROWS = gl.constexpr(64)  # queries of a group of warps: the rows of one tensor core instruction
