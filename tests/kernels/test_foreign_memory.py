@@ -68,6 +68,7 @@ def far_apart(tensors: list[Tensor]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.usefixtures("tens_of_gigabytes")
 @every_route
 def test_channels_may_lie_further_apart_than_32_bits_count(name, impl):
     encoding = encoding_of(name, 2, 32)
