@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from multiprocessing import resource_tracker
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -45,6 +46,20 @@ def at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Let processes begun within the block never hear Ctrl-C, which a terminal sends to all: it is this one's to hear.
+
+    It is heard at the end of the block.
+    """
+    resource_tracker.ensure_running()  # which multiprocessing would begin with its first process, and hear signals then
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

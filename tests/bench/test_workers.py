@@ -1,6 +1,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import deque
 
@@ -51,3 +53,39 @@ def test_a_process_that_ended_while_it_had_no_task_is_replaced():
                 time.sleep(0.01)
             tasks.append("second")
     assert task == "second"
+
+
+STARTING = """
+import sys, time
+from collections import deque
+from operator import neg
+from phasewise.bench import cpu
+from phasewise.bench.workers import outcomes
+
+if __name__ == "__mp_main__":
+    print("begins", flush=True)
+    time.sleep(60)
+if __name__ == "__main__":
+    try:
+        RUN
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(
+    "run", ["list(outcomes(neg, deque([1]), processes=1, seconds=60))", "cpu.reference_memory()"]
+)
+def test_ctrl_c_while_a_process_begins_is_heard_by_its_parent_alone(run, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(STARTING.replace("RUN", run))
+    command = [sys.executable, str(program)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begins\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said == ""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from phasewise.attention import attention
 from phasewise.encodings import TAPA, Encoding, NoPE, PoPE, RoPE
+from phasewise.interrupt import unheard
 from phasewise.record import ready, record
 
 SEED = 0
@@ -74,8 +75,10 @@ def reference_memory() -> tuple[dict[str, object], dict[str, object]]:
     """Peak memory that TAPA through the reference adds, forward and backward, in a fresh process each."""
     peaks = {}
     for length in MEMORY_LENGTHS:
-        with multiprocessing.get_context("spawn").Pool(1) as fresh:
-            peaks[length] = fresh.apply(_peak_mebibytes, (length,))
+        with unheard():
+            pool = multiprocessing.get_context("spawn").Pool(1)
+        with pool:
+            peaks[length] = pool.apply(_peak_mebibytes, (length,))
         scores = MEMORY_HEADS * length**2 * 4 / 2**20
         print(f"reference, {length} places: {peaks[length]:.0f} MiB; all scores at once {scores:.0f} MiB")
     first, last = MEMORY_LENGTHS[0], MEMORY_LENGTHS[-1]

@@ -4,13 +4,14 @@ other task of the same process.
 
 import multiprocessing
 import os
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from time import monotonic
 from typing import Any
+
+from phasewise.interrupt import unheard
 
 MOST_PROCESSES = 16
 PATIENCE = 300.0  # seconds for a task, compilation and waiting for the GPU included
@@ -99,7 +100,8 @@ def _alive(free: list[_Worker]) -> _Worker | None:
 def _started(context: Any, work: Callable[[Any], Any]) -> _Worker:
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, work), daemon=True)
-    process.start()
+    with unheard():
+        process.start()
     there.close()
     return _Worker(here, process)
 
@@ -113,7 +115,6 @@ def _received(worker: _Worker) -> Any:
 
 
 def _serve(connection: Connection, work: Callable[[Any], Any]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to hear
     while True:
         try:
             connection.send(work(connection.recv()))
