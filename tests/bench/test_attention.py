@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from phasewise.bench import attention, visits
+from phasewise.bench import attention, decode, visits
 from phasewise.bench.subjects import Subject, later
 from phasewise.encodings import NoPE
 
@@ -72,14 +72,33 @@ def test_nothing_is_recorded_when_nothing_passes_the_gate(pretended, tmp_path):
     assert not path.exists()
 
 
-def test_a_part_of_no_implementations_name_is_named(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("main", "options", "message"),
+    [
+        (attention.main, ["--only", "rope", "flesh"], "'flesh' in its name; there are rope flash"),
+        (attention.main, ["--widths", "64", "-3"], "even numbers from 2 to 256, not -3"),
+        (attention.main, ["--widths", "300"], "even numbers from 2 to 256, not 300"),
+        (attention.main, ["--lengths", "2048", "0"], "lengths must be from 1 to the 32768 .*, not 0"),
+        (decode.main, ["--widths", "65"], "even numbers from 2 to 256, not 65"),
+        (decode.main, ["--keys", "4096", "-1"], "16 keys or more, not -1"),
+    ],
+)
+def test_what_cannot_be_measured_is_named_before_anything_is_tuned(
+    main, options, message, monkeypatch, tmp_path
+):
+    def subjects(width, length):
+        return [Subject("rope flash", NoPE(), lambda q, k, v: v, width)]
+
+    def tune(*_, **__):
+        raise AssertionError("tuned")
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention, "keep_kernels", lambda: None)
-    monkeypatch.setattr(
-        attention, "subjects", lambda *_: [Subject("rope flash", NoPE(), lambda q, k, v: v, 64)]
-    )
-    with pytest.raises(ValueError, match=r"'flesh' in its name; there are rope flash"):
-        attention.main(["--out", str(tmp_path / "found.json"), "--only", "rope", "flesh"])
+    monkeypatch.setattr(attention, "subjects", subjects)
+    for module in (attention, decode):
+        monkeypatch.setattr(module, "keep_kernels", lambda: None)
+        monkeypatch.setattr(module, "tune", tune)
+    with pytest.raises(ValueError, match=message):
+        main(["--out", str(tmp_path / "found.json"), *options, "--tune", "rope"])
 
 
 def test_an_implementation_that_cannot_be_made_fails_when_it_is_called():

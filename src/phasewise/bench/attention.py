@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phasewise.bench.subjects import HEADS, Subject, forget_sizes, subjects
+from phasewise.bench.subjects import HEADS, Subject, check_widths, forget_sizes, subjects
 from phasewise.bench.timing import IN_TURNS, peak_memory, side_by_side
 from phasewise.bench.tunable import chains
 from phasewise.bench.tune import tune
@@ -130,16 +130,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             "attention is measured on a CUDA device and there is none; `phasewise bench cpu` needs none"
         )
+    check_widths(options.widths)
     for length in options.lengths:
         if not 1 <= length <= TOKENS:
             raise ValueError(f"lengths must be from 1 to the {TOKENS} tokens of a measurement, not {length}")
     ready(options.out)
     keep_kernels()
+    selection = Selection(tuple(options.only), tuple(options.without))
+    selection.check(options.widths[0])
     if options.tune is not None:
         journal = options.out.with_name(f"{options.out.stem}-tune.json")
         tune(partial(chains, options.widths, options.lengths), journal, only=options.tune or [""])
-    selection = Selection(tuple(options.only), tuple(options.without))
-    selection.check(options.widths[0])
     visits = [
         Visit(subject.name, width, length)
         for length in dict.fromkeys((GATE_LENGTH, *options.lengths))

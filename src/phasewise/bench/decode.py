@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from phasewise.attention import attention
-from phasewise.bench.subjects import installed
+from phasewise.bench.subjects import check_widths, installed
 from phasewise.bench.timing import IN_TURNS, side_by_side
 from phasewise.bench.tunable import Subject, Trial
 from phasewise.bench.tune import tune
@@ -34,6 +34,7 @@ from phasewise.reference import reference
 
 ROWS, HEADS, KEY_HEADS = 8, 32, 8
 GATE_LENGTH = 1000
+FEWEST_KEYS = 16  # of which our kernel takes one query
 Inputs = tuple[Tensor, Tensor, Tensor]
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -166,6 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             "decoding is measured on a CUDA device and there is none; `phasewise bench cpu` needs none"
         )
+    check_widths(options.widths)
+    for keys in options.keys:
+        if keys < FEWEST_KEYS:
+            raise ValueError(f"decoding takes {FEWEST_KEYS} keys or more, not {keys}")
     ready(options.out)
     tuned: list[Row] = []
     if options.tune:

@@ -1,7 +1,7 @@
 """Causal attention to be measured on this GPU: ours, torch's, and other packages' where they are installed."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
@@ -20,6 +20,7 @@ from phasewise.kernels.library import BODIES, Body
 
 HEADS = 16
 LONGEST_TUNED = 2048
+WIDEST = 256
 VIEW: dict[str, Any] = {"causal": True, "window": None}
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,6 +34,13 @@ class Subject:
     run: Run
     qk_width: int
     leaves: tuple[Tensor, ...] = ()
+
+
+def check_widths(widths: Sequence[int]) -> None:
+    """Raise ValueError for a width that not every encoding has, or no kernel takes."""
+    for width in widths:
+        if width % 2 or not 2 <= width <= WIDEST:
+            raise ValueError(f"widths must be even numbers from 2 to {WIDEST}, not {width}")
 
 
 def subjects(width: int, length: int) -> Iterator[Subject]:
