@@ -21,6 +21,7 @@ from phasewise.lens.width import quantile
 from phasewise.model.reading import require_count
 
 LEAST_WIDTH = 8.0
+WIDEST_HEAD = 16_384  # as the widest model of a comparison
 LIMITS = (
     "Mutual information between two tokens says nothing on retrieval, nor on what many tokens tell together: only "
     "a kernel that ends sharply makes the base smaller than the length asks for. The grid was not trained "
@@ -61,7 +62,7 @@ def plan(
 ) -> Planned:
     """Recommend rates for training on windows of `length` tokens with heads of `head_dim` channels.
 
-    Raises ValueError for a head_dim that is odd or below 4, and a length that no document fills.
+    Raises ValueError for a head_dim that is odd, below 4 or above 16 384, and a length that no document fills.
 
     >>> from phasewise.data import load
     >>> found = plan(load("austen"), length=256, head_dim=16)
@@ -72,6 +73,8 @@ def plan(
     require_count("head_dim", head_dim, least=4)
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; RoPE turns pairs, so give an even number")
+    if head_dim > WIDEST_HEAD:
+        raise ValueError(f"head_dim is {head_dim}; give at most {WIDEST_HEAD}")
     longest = int(corpus.split("train").lengths.max())
     if longest <= length:
         raise ValueError(
