@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,6 +61,18 @@ def certified(
 def written(document: Mapping[str, object]) -> str:
     """A record's JSON text. Raises TypeError or ValueError for what JSON cannot say."""
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def parsed(text: str) -> Any:
+    """What a JSON text holds. Raises json.JSONDecodeError for none, and for one nested deeper than can be read.
+
+    >>> parsed('{"seeds": [0]}')
+    {'seeds': [0]}
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", text, 0) from error
 
 
 def commit(folder: Path) -> dict[str, object]:

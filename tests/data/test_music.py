@@ -105,6 +105,8 @@ def test_files_that_hold_no_chorales_say_what_is_wrong(tmp_path: Path) -> None:
     for name in ("text.npz", "text.json", "text.json.gz"):
         (tmp_path / name).write_bytes(b"these are no chorales")
         refused(tmp_path / name, "does not hold chorales .*; give an .npz, .json or .json.gz")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    refused(tmp_path / "deep.json", "does not hold chorales .*nested too deeply")
     np.savez(tmp_path / "keys.npz", train=np.zeros((1, 3, 4)))
     refused(tmp_path / "keys.npz", "does not hold chorales .KeyError: .*valid")
     refused(write_json(tmp_path / "five.json", [[[60] * 5]]), "step 0 has 5 voices, not 4")

@@ -272,7 +272,12 @@ def test_unknown_tasks_and_unreachable_data_are_named_with_the_remedy(model, kno
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "no file or folder"), ("{broken", "cannot be read for task piqa"), ("\n", "holds no documents")],
+    [
+        (None, "no file or folder"),
+        ("{broken", "cannot be read for task piqa"),
+        ("[" * 100_000, "nested too deeply"),
+        ("\n", "holds no documents"),
+    ],
 )
 def test_bad_local_documents_are_named(tmp_path, content, said):
     path = tmp_path / "rows.jsonl"

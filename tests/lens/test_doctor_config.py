@@ -322,6 +322,7 @@ def test_values_of_any_kind_give_a_diagnosis_and_never_a_traceback(tmp_path, nam
     ("text", "said"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON: nested too deeply.*; fetch it again"),
         ("[]", "holds list"),
         ("\xff", "is not JSON"),
         ('{"encoding": 3}', "no config of a"),

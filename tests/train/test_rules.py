@@ -103,6 +103,13 @@ def test_an_unreadable_way_is_named(text, message):
         way(text)
 
 
+def test_a_rule_nested_too_deeply_to_read_is_none(tmp_path):
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is not a rule"):
+        way(f"grid:{deep}")
+
+
 def searched(path, *, stop_after=None, budget=Search(population=5, generations=3, children=4)):  # noqa: B008
     """A search whose loss is the distance to known divisors."""
     wanted, calls = np.linspace(1, 3, CHANNELS), 0

@@ -20,6 +20,7 @@ from phasewise.data.codec import Codec
 from phasewise.data.corpus import Split
 from phasewise.data.documents import STATED, Document, Part, Source, members_of, split_of, stated_splits
 from phasewise.data.music import HIGHEST_PITCH, LOWEST_PITCH, UNREADABLE
+from phasewise.record import parsed
 
 if TYPE_CHECKING:
     from miditok import REMI
@@ -191,7 +192,7 @@ def _table(path: Path) -> list[dict[str, str]]:
     if path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))
-    columns = json.loads(path.read_text(encoding="utf-8"))
+    columns = parsed(path.read_text(encoding="utf-8"))
     names = columns["midi_filename"]
     return [{"midi_filename": names[row], "split": columns["split"][row]} for row in names]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import math
 import os
 import pickle
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from phasewise.data.corpus import SPLITS, Corpus, Documents, sha256_of
+from phasewise.record import parsed
 
 if TYPE_CHECKING:
     from music21.stream.base import Score
@@ -96,7 +96,7 @@ def _read_npz(path: Path) -> Mapping[str, Sequence[Any]]:
 
 def _read_json(path: Path) -> Mapping[str, Sequence[Any]]:
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        return json.load(file)
+        return parsed(file.read())
 
 
 def _piece(steps: Sequence[Sequence[float]]) -> np.ndarray:

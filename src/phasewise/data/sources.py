@@ -19,6 +19,7 @@ from phasewise.data.suite import suite
 from phasewise.data.synthetic import indirect_indexing
 from phasewise.data.text import austen, text
 from phasewise.data.tokenization import collect
+from phasewise.record import parsed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,7 +143,7 @@ def _require_bytes(folder: Path) -> None:
     """Raise ValueError for a checkpoint that must have had a tokenizer; one that cannot be read is for who opens it."""
     packed = next(folder.glob("*.gguf"), None)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = parsed((folder / "config.json").read_text(encoding="utf-8"))
         known = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, AttributeError):
         known = None

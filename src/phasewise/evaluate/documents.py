@@ -6,13 +6,14 @@ the rows of the file, in the columns that the task has on the hub, or in a layou
 
 import gzip
 import io
-import json
 import lzma
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from phasewise.record import parsed
 
 Row = dict[str, Any]
 OPENERS = {".gz": gzip.open, ".xz": lzma.open}
@@ -70,7 +71,7 @@ def _members(task: str, path: Path) -> Iterable[tuple[str, list[Row]]]:
     else:
         with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
             text = file.read()
-        yield task, json.loads(text) if path.name.endswith(".json") else _lines(text)
+        yield task, parsed(text) if path.name.endswith(".json") else _lines(text)
 
 
 def _table(path: Path) -> list[Row]:
@@ -82,7 +83,7 @@ def _table(path: Path) -> list[Row]:
 
 def _lines(text: str) -> list[Row]:
     # Not splitlines: it would also cut at line separators inside strings.
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+    return [parsed(line) for line in text.split("\n") if line.strip()]
 
 
 def _whole_passages(rows: list[Row]) -> list[Row]:

@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from phasewise.record import parsed
+
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 INDEXES = tuple(f"{name}.index.json" for name in WHOLE)
 
@@ -100,7 +102,7 @@ def read_config(folder: Path, source: Mapping[str, str] = {}) -> Any:
             name = source["gguf_file"]
             raise ValueError(f"{folder / name} cannot be read: {_first_line(error)}") from error
         try:
-            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            content = parsed((folder / "config.json").read_text(encoding="utf-8"))
             family, own_code = content.get("model_type"), "auto_map" in content
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as broken:
             raise ValueError(f"{folder / 'config.json'} is no config: {_first_line(broken)}") from error
@@ -119,7 +121,7 @@ def _require_weights(folder: Path) -> None:
             f"{folder} has a config.json but no weights: it needs one of {', '.join([*WHOLE, *INDEXES])}"
         )
     try:
-        shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+        shards = set(parsed((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / index} does not say which shards there are; fetch it again") from error
     absent = sorted(shard for shard in shards if not (folder / shard).is_file())

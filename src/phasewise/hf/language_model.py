@@ -26,6 +26,7 @@ from phasewise.model.generate import generate
 from phasewise.model.history import trained_length
 from phasewise.model.reading import Reader, TransformerReader
 from phasewise.positions import Positions
+from phasewise.record import parsed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -150,9 +151,9 @@ def is_hugging_face(folder: Path) -> bool:
             return True
         raise ValueError(own.lacking(folder))
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
+        content = parsed(config.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{config} is not JSON: {error}") from error
+        raise ValueError(f"{config} is not JSON: {error}; fetch it again, or correct it") from error
     return isinstance(content, dict) and "model_type" in content
 
 

@@ -73,7 +73,9 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transform
     try:
         held = safetensors.torch.load_file(folder / WEIGHTS)
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} is not a whole safetensors file: {error}") from error
+        raise ValueError(
+            f"{folder / WEIGHTS} is not a whole safetensors file: {error}; copy it again"
+        ) from error
     other = {name: weight.dtype for name, weight in held.items() if weight.dtype not in FLOATING}
     if other:
         name, dtype = min(other.items())

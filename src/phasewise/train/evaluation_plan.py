@@ -1,7 +1,6 @@
 """An evaluation of which everything was checked that can be before anything is measured."""
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from phasewise.evaluate.prefixed import Prefixed
 from phasewise.hf.language_model import LanguageModel, open_language_model
 from phasewise.model.folder import CONFIG, inside
 from phasewise.model.history import read_history
+from phasewise.record import parsed
 from phasewise.train.evaluation_recipe import EvaluateRecipe
 from phasewise.train.evaluation_report import Checkpoint
 
@@ -194,7 +194,7 @@ def _prefix(tokenizer: str) -> tuple[int, ...]:
 
 def _config(folder: Path) -> dict:
     path = folder / CONFIG
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return parsed(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _windows(recipe: EvaluateRecipe, corpus: Corpus) -> tuple[Windows, ...]:

@@ -4,7 +4,6 @@ Every length's rule starts from the rates and the length of the checkpoint, so a
 stretches what was stretched.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from phasewise.frequencies import NTK, AnyFrequencies, Geometric, Linear, Llama3, YaRN
+from phasewise.record import parsed
 from phasewise.train.schedule import from_text
 
 FILE = "grid:"
@@ -190,7 +190,7 @@ def read_grid(path: Path) -> AnyFrequencies:
     Raises ValueError when it holds neither.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parsed(path.read_text(encoding="utf-8"))
         match content:
             case {"values": {"options": [{"settings": {"phasewise": rule}}, *_]}}:
                 content = rule

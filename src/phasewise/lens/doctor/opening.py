@@ -18,6 +18,7 @@ from phasewise.lens.doctor.written import Written
 from phasewise.model import ModelConfig, Transformer, history
 from phasewise.model import folder as own_folder
 from phasewise.model.reading import TransformerReader
+from phasewise.record import parsed
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(own_folder.lacking(path.parent))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parsed(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}; fetch it again, or correct it") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {type(content).__name__}, not the settings of a model")
     return content
