@@ -44,9 +44,8 @@ def reference(
         mask = visible(at, k_at, causal=causal, window=window)[:, None]
         return _softmax_values(scores, mask, v.to(dtype))
 
-    if (
-        batch * heads * length * k.shape[2] <= SCORES_AT_ONCE
-    ):  # a product, of which torch.export tells the bound
+    # A product, of which torch.export tells the bound.
+    if batch * heads * length * k.shape[2] <= SCORES_AT_ONCE:
         out, lse = block(q, k, v, 0)
         return out.to(v.dtype), lse
     size = max(1, SCORES_AT_ONCE // (batch * heads * k.shape[2]))

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from phasewise.kernels import ahead, hopper_ahead, prepare, table
+from phasewise.kernels import ahead, hopper_ahead, table
 from phasewise.kernels.ahead import Plan
 from tests.kernels.separable_oracle import GPU, Case, call, holds, inputs_of
-from tests.kernels.test_ahead import before, tensors
+from tests.kernels.test_ahead import CALLS, before, poisoned, tensors
 
 HALF = torch.bfloat16
 FEW = Plan(3, 2, 2)
@@ -56,19 +56,9 @@ def one_after_the_other(given, preparation):
 
 
 MATRIX = [
-    (1, 1, 64, "rope", {}),
-    (700, 700, 64, "softplus", {}),
-    (2049, 2049, 128, "rope", {}),
-    (2049, 2049, 128, "softplus", {}),
-    (100, 900, 64, "relu", {}),
-    (513, 513, 96, "rope", {}),
-    (700, 700, 64, "rope", {"group": 4}),
-    (333, 500, 64, "softplus", {"heads": 16, "group": 16, "rows": 3}),
-    (63, 63, 96, "softplus", {"angle_rows": 2}),
+    *CALLS,
     (300, 1025, 128, "softplus", {"heads": 24, "group": 3, "angle_rows": 2}),
-    (300, 300, 128, "identity", {"phased": False, "dtype": torch.float16}),
     (217, 217, 40, "softplus", {"heads": 7}),
-    (700, 700, 128, "rope", {"dtype": torch.float16, "heads": 6}),
 ]
 
 
@@ -80,9 +70,6 @@ class TestOnHopper:
         self, queries, keys, width, preparation, options, monkeypatch
     ):
         from phasewise.kernels import hopper_forward
-
-        def poisoned(x, width):
-            return prepare.expanded_like(x, width).fill_(torch.nan)
 
         given = tensors(queries, keys, width, preparation, **options)
         expected = before(given, preparation)

@@ -23,11 +23,7 @@ from phasewise.reference import reference
 
 TOKENS, HEADS = 32_768, 16
 JUDGED, SEEN = 2, 128  # heads of the first row, and queries of theirs, that are held to the reference
-TILED, SMALL, LONG = (
-    4096,
-    2048,
-    8192,
-)  # lengths that tiles, few queries, and queries of more keys are measured at
+TILED, SMALL, LONG = 4096, 2048, 8192  # lengths for tiles, few queries, and queries of more keys
 Meta = Mapping[str, Any]
 Tensors = tuple[Tensor, ...]
 Grid = Mapping[str, tuple]
