@@ -45,39 +45,6 @@ def test_rows_take_the_place_of_their_family_and_nothing_else_changes(copied):
     assert {**after, "rows": None} == {**before, "rows": None}
 
 
-@pytest.mark.parametrize("text", ["", '{"rows": [', "[]", '{"tiles": []}'])
-def test_a_table_that_is_broken_is_named_with_the_remedy(text, copied):
-    copied.write_text(text)
-    table.reread()
-    with pytest.raises(ValueError, match=r"launch.json is no launch table.*git checkout"):
-        table.launch("tapa.forward", torch.zeros(1), qk=64, v=64, length=1)
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        (
-            '"flash", "cudnn"',
-            '"flesh", "cudnn"',
-            r"'flesh' for separable.forward.body, .*flash, cudnn, triton",
-        ),
-        (
-            '"body": "hopper"',
-            '"body": "triton "',
-            r"'triton ' for separable.triton.forward, .*hopper, triton",
-        ),
-        ('"body": "joint"', '"body": "Joint"', r"'Joint' for (tapa|separable.triton).backward, .*joint"),
-    ],
-)
-def test_a_body_that_there_is_not_is_named(right, wrong, message, copied):
-    text = copied.read_text()
-    assert right in text
-    copied.write_text(text.replace(right, wrong))
-    table.reread()
-    with pytest.raises(ValueError, match=message):
-        table.launch("tapa.forward", torch.zeros(1), qk=64, v=64, length=1)
-
-
 def test_tiles_for_just_some_widths_serve_no_others(copied, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     monkeypatch.setattr(table, "name_of", lambda _: "a GPU")

@@ -6,7 +6,6 @@ bodies that a choice takes. The tightest row wins, one of this device before one
 """
 
 import functools
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,47 +15,21 @@ import torch
 from torch import Tensor
 
 from phasewise.kernels.hardware import name_of
+from phasewise.kernels.rows import BODIES as BODIES
+from phasewise.kernels.rows import REMEDY, read
+from phasewise.kernels.rows import Row as Row
 
 PATH = Path(__file__).with_name("launch.json")
-Row = dict[str, Any]
 Ranking = tuple[int | None, int | None, int | None, tuple[str, ...]]
-
-# What the rows of a choice may name: in `order`, fastest first, or as the `body` of a pass.
-BODIES: Mapping[str, tuple[str, ...]] = {
-    "separable.forward.body": ("flash", "cudnn", "triton"),
-    "separable.flash.backward": ("flash", "stored", "joint", "triton"),
-    "separable.triton.forward": ("hopper", "triton"),
-    "separable.triton.backward": ("stored", "joint", "triton"),
-    "tapa.forward.body": ("flash", "triton"),
-    "tapa.backward": ("joint", "passes"),
-}
 
 
 @functools.cache
-def launch_table() -> Mapping[str, Any]:
+def launch_table() -> Mapping[str, list[Row]]:
     """The committed launch table.
 
-    Raises ValueError for what is none, and for a row that names a body that its kernel has not.
+    Raises ValueError for what is none, naming the row and the value that no kernel can be launched with.
     """
-    text = PATH.read_text()
-    try:
-        table = json.loads(text)
-        named = [
-            (row["kernel"], body)
-            for row in table["rows"]
-            if row["kernel"] in BODIES
-            for body in row["meta"].get("order") or (row["meta"]["body"],)
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f"{PATH} is no launch table; git checkout or a new installation restores it"
-        ) from error
-    for kernel, body in named:
-        if body not in BODIES[kernel]:
-            raise ValueError(
-                f"{PATH} names {body!r} for {kernel}, which is none of {', '.join(BODIES[kernel])}"
-            )
-    return table
+    return {"rows": read(PATH)}
 
 
 def launch(kernel: str, x: Tensor, *, qk: int, v: int, length: int) -> dict[str, Any]:
@@ -78,7 +51,10 @@ def row(kernel: str, device: str, kind: torch.dtype, *, qk: int, v: int, length:
         if qk <= (one["qk"] or qk) and v <= (one["v"] or v) and length <= (one["length"] or length):
             return one
     name = str(kind).removeprefix("torch.")
-    raise ValueError(f"{kernel} has no launch configuration for {name}, widths {qk} and {v}, {device}")
+    raise ValueError(
+        f"{PATH} has no row of {kernel} for {name}, widths {qk} and {v} and length {length} on {device}; {REMEDY}, "
+        "and impl='reference' needs none"
+    )
 
 
 @functools.lru_cache(maxsize=4096)
