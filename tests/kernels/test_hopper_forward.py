@@ -6,15 +6,62 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from phasewise.kernels import table
+from phasewise.kernels import hopper_draw, hopper_forward, table, tiles
+from tests.kernels.compiled_gluon import compiled_each, holds_barriers, tile_of, ttgir
 from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of
 
-HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
+pytestmark = [pytest.mark.gpu] if GPU else []
+needs_hopper = pytest.mark.skipif(
+    not GPU or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
 HALF = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
+@pytest.mark.parametrize("together", [1, 3, 16])
+@pytest.mark.parametrize(("tile_count", "heads"), [(1, 1), (5, 7), (16, 32)])
+def test_numbers_that_are_drawn_name_every_tile_once_the_longest_first_of_as_many_heads(
+    tile_count, heads, together, monkeypatch
+):
+    monkeypatch.setattr(hopper_draw.gl, "minimum", min)
+    total = tile_count * heads
+    named = [hopper_draw.place.fn(at, tile_count, heads, together) for at in range(total + 2)]
+    assert named == [
+        *(
+            (tile, head)
+            for first in range(0, heads, together)
+            for tile in reversed(range(tile_count))
+            for head in range(first, min(first + together, heads))
+        ),
+        *[named[total - 1]] * 2,
+    ]
+
+
+FORMS = [row for row in tiles.launch_table()["rows"] if row["kernel"] == "separable.hopper.forward"]
+
+
+@pytest.fixture(scope="module")
+def intermediates():
+    return compiled_each(compiled, FORMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
+    holds_barriers(intermediates[form])
+
+
+def compiled(row: dict) -> str:
+    """The kernel of a row of the launch table, behind one that prepares."""
+    meta, width, v_width = dict(row["meta"]), row["qk"], row["v"]
+    keys = meta.pop("BLOCK_N")
+    tensors = {"q_desc": tile_of(64, width), "k_desc": tile_of(keys, width), "v_desc": tile_of(keys, v_width)}
+    pointers = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "draw_ptr": "*i32"}
+    constants = {**meta, "D": v_width, "CAUSAL": True}
+    kernel = hopper_forward.forward_kernel
+    return ttgir(kernel, {**tensors, **pointers, "scale_log2": "fp32"}, constants)
+
+
+@pytest.fixture
 def chosen(monkeypatch):
     """It is taken for every length, width and dtype."""
     choose = table.chosen
@@ -39,7 +86,16 @@ def cases() -> Iterator[Case]:
         yield Case(queries, keys, width=64, v_width=64, heads=4, group=2, rows=3, dtype=torch.float16)
         yield Case(queries, keys, width=64, v_width=64, preparation="softplus", dtype=HALF, causal=False)
     yield Case(217, 63, width=64, v_width=64, preparation="softplus", dtype=HALF, causal=False)
-    for width, v_width in ((16, 16), (24, 40), (80, 80), (96, 64), (128, 64), (120, 104), (64, 128)):
+    for width, v_width in (
+        (16, 16),
+        (24, 40),
+        (80, 80),
+        (96, 64),
+        (128, 64),
+        (120, 104),
+        (64, 128),
+        (128, 16),
+    ):
         for preparation in ("none", "softplus"):
             yield Case(217, 217, width=width, v_width=v_width, preparation=preparation, dtype=HALF)
     yield Case(217, 217, width=256, v_width=128, dtype=HALF)
@@ -47,11 +103,15 @@ def cases() -> Iterator[Case]:
         yield Case(217, 217, width=64, v_width=64, preparation=magnitude, dtype=HALF)
 
 
+@needs_hopper
+@pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_outputs_and_gradients_are_within_twice_the_eager_error_where_memory_is_nan(case):
     holds(case)
 
 
+@needs_hopper
+@pytest.mark.usefixtures("chosen")
 @pytest.mark.parametrize("preparation", ["none", "rope", "softplus"])
 @pytest.mark.parametrize("width", [64, 128])
 def test_more_tiles_than_programs_repeat_their_bits(width, preparation):
@@ -61,6 +121,8 @@ def test_more_tiles_than_programs_repeat_their_bits(width, preparation):
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
+@needs_hopper
+@pytest.mark.usefixtures("chosen")
 def test_strided_and_offset_inputs_are_read_as_they_are():
     from phasewise.kernels import separable
 

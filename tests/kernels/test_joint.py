@@ -1,8 +1,5 @@
 """The backward in one pass for separable scores: what it serves, and on a GPU that it is the equation."""
 
-import multiprocessing
-import re
-from concurrent.futures import ProcessPoolExecutor
 from threading import Barrier
 from time import monotonic
 
@@ -12,6 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.kernels import joint, tapa_turns, tiles
+from tests.kernels.compiled_gluon import compiled_each, holds_barriers, spawn, tile_of, ttgir
 from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -19,7 +17,6 @@ needs_hopper = pytest.mark.skipif(
     not GPU or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
 )
 half, short = torch.bfloat16, torch.float16
-spawn = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture
@@ -138,53 +135,30 @@ FORMS = [row for row in ROWS if row["kernel"] == "separable.joint" and row["dtyp
 
 @pytest.fixture(scope="module")
 def intermediates():
-    """What `compiled` gives of each form, made by a process in which nothing was interpreted."""
-    with ProcessPoolExecutor(1, spawn) as process:
-        return list(process.map(compiled, FORMS))
+    return compiled_each(compiled, FORMS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", range(len(FORMS)))
 def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
-    """The compiler writes over a barrier that none takes, which a GPU puts back when it changes between processes."""
-    kernel = intermediates[form]
-    barrier_of = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", kernel))
-    made = {barrier_of.get(name, name) for name in re.findall(r"ttng\.init_barrier (%\w+)", kernel)}
-    (taken,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", kernel)
-    assert len(made) >= 6
-    assert made <= set(re.findall(r"%\w+", taken))
+    holds_barriers(intermediates[form])
 
 
 def compiled(row: dict) -> str:
-    """The kernel of a row of the launch table in Triton's language for GPUs."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+    """The kernel of a row of the launch table."""
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
 
-    dtype, width, v_width = "bf16", row["qk"], row["v"]
+    width, v_width = row["qk"], row["v"]
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-    def half_tile(columns: int) -> str:
-        shape = [1, 1, 64, columns]
-        return f"tensordesc<{dtype}{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.float16)!r}>"
-
-    tiles_of = {"q": width // 2, "k": width // 2, "v": v_width, "dout": v_width}
+    columns_of = {"q": width // 2, "k": width // 2, "v": v_width, "dout": v_width}
     sums = {"lse2": [1, 64], "delta": [1, 64], "sum": [width // 8, 256]}
-    numbers = {"KEY_HEADS": "i32", "T": "i32", "together": "i32", "scale": "fp32", "scale_log2": "fp32"}
-    strides = ("i32", "i32", "i32", "constexpr")
-    constants = {"GROUP": 1, **row["meta"], "BY_CHANNELS": width > v_width}
-    signature = {
-        **{f"{name}_desc": half_tile(columns) for name, columns in tiles_of.items()},
+    types = {
+        **{f"{name}_desc": tile_of(64, columns) for name, columns in columns_of.items()},
         **{f"{name}_desc": f"tensordesc<fp32{shape},{plain!r}>" for name, shape in sums.items()},
-        **{"dk_ptr": f"*{dtype}", "dk_strides": strides, "dv_ptr": f"*{dtype}", "dv_strides": strides},
-        **{"turn_ptr": "*i32", **numbers, **dict.fromkeys(constants, "constexpr")},
+        **{"dk_ptr": "*bf16", "dv_ptr": "*bf16", "turn_ptr": "*i32", "scale": "fp32", "scale_log2": "fp32"},
     }
-    at = {name: number for number, name in enumerate(signature)}
-    fixed = {(at[name],): value for name, value in constants.items()}
-    fixed |= {(at[name], 3): 1 for name in ("dk_strides", "dv_strides")}
-    source = GluonASTSource(fn=joint.joint_kernel, signature=signature, constexprs=fixed)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ttgir"]
+    constants = {"GROUP": 1, **row["meta"], "BY_CHANNELS": width > v_width}
+    return ttgir(joint.joint_kernel, types, constants)
 
 
 @needs_hopper

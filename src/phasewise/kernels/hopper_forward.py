@@ -28,22 +28,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from phasewise.kernels.ahead import Awaited
 from phasewise.kernels.hardware import multiprocessors
+from phasewise.kernels.hopper_draw import board, place, tell, told_tile
+from phasewise.kernels.hopper_pairs import finish, operand, packed
+from phasewise.kernels.hopper_places import (
+    await_empty,
+    barriers,
+    copy_in,
+    lends,
+    places_of_last,
+    ready,
+    release,
+)
 from phasewise.kernels.prepare import expanded_like
-from phasewise.kernels.stored_hopper import await_group, buffers, exp2, laid_out, tile_in
+from phasewise.kernels.stored_hopper import buffers, exp2, laid_out, tile_in
 from phasewise.kernels.tapa_joint import unknown_zero
 from phasewise.kernels.tiles import LN2, UNSEEN, block_width, ceil_div, describe, launch
 
 ROWS = gl.constexpr(64)  # queries of a group of warps: the rows of one tensor core instruction
 CACHE = 32 << 20  # bytes of keys and values that are meant to stay in the second-level cache
-
-
-@gluon.jit
-def place(at, tiles, heads, together):
-    """Tile of queries, longest first, and head of a number that was drawn."""
-    first = at // (tiles * together) * together
-    within = at - first * tiles
-    here = gl.minimum(together, heads - first)
-    return tiles - 1 - within // here, first + within % here
 
 
 @gluon.jit
@@ -53,33 +55,6 @@ def blocks_of(m, rows, T, S, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     if CAUSAL:
         high = gl.minimum(S, m + rows + S - T)
     return (high + BLOCK_N - 1) // BLOCK_N
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many barriers, each of so many arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for number in gl.static_range(COUNT):
-        mbarrier.init(made.index(number), count=ARRIVALS)
-    return made
-
-
-@gluon.jit
-def copy_in(descriptor, at, buffer, full, empty, step):
-    """Begins the copy of the `step`th tile into its stage, once that is free."""
-    STAGES: gl.constexpr = full.shape[0]
-    mbarrier.wait(empty.index(step % STAGES), (step // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(step % STAGES), descriptor.block_type.nbytes)
-    tma.async_copy_global_to_shared(descriptor, at, full.index(step % STAGES), buffer.index(step % STAGES))
-
-
-@gluon.jit
-def await_empty(empty, part, turn, PARTS: gl.constexpr):
-    """Place of a group's queries of the `turn`th tile, once it is free."""
-    STAGES: gl.constexpr = empty.shape[0] // PARTS
-    slot = turn % STAGES * PARTS + part
-    mbarrier.wait(empty.index(slot), (turn // STAGES & 1) ^ 1)
-    return slot
 
 
 @gluon.jit
@@ -114,14 +89,16 @@ def load(
     q_desc, k_desc, v_desc = descriptors
     q_smem, k_smem, v_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = signals[:6]
+    last_smem, last_full, last_empty = places_of_last(smem, signals)
+    LENT: gl.constexpr = lends(v_smem.shape[0])
     BLOCK_N: gl.constexpr = k_desc.block_shape[2]
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     total = tiles * heads
     at = gl.program_id(0)
     turn = 0
     step = 0
+    tile, head = place(at, tiles, heads, together)
+    tell(drawn, tile * (PARTS * ROWS), head, turn)
     while at < total:
-        tile, head = place(at, tiles, heads, together)
         if units is not None:
             await_prepared(draw_ptr + 1 + head // shared, units)
         b = head // H
@@ -131,9 +108,9 @@ def load(
         copy_in(k_desc, [b, h // GROUP, n, 0], k_smem, k_full, k_empty, step)
         for part in gl.static_range(PARTS):
             m = (tile * PARTS + part) * ROWS
-            slot = await_empty(q_empty, part, turn, PARTS)
-            drawn.index(2 * slot).store(gl.full([1], m, gl.int32, one))
-            drawn.index(2 * slot + 1).store(gl.full([1], head, gl.int32, one))
+            slot = part
+            if not LENT:
+                slot = await_empty(q_empty, part, turn, PARTS)
             mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [b, h, m, 0], q_full.index(slot), q_smem.index(slot))
         at = gl.num_programs(0) + gl.atomic_add(draw_ptr, 1, sem="relaxed")
@@ -142,31 +119,15 @@ def load(
             copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
             n -= BLOCK_N
             step += 1
-        copy_in(v_desc, [b, h // GROUP, n, 0], v_smem, v_full, v_empty, step)
+        if LENT:
+            step += 1
+        copy_in(v_desc, [b, h // GROUP, n, 0], last_smem, last_full, last_empty, step)
         step += 1
         turn += 1
-    for part in gl.static_range(PARTS):
-        slot = await_empty(q_empty, part, turn, PARTS)
-        drawn.index(2 * slot).store(gl.full([1], -1, gl.int32, one))
-        mbarrier.arrive(q_full.index(slot))
+        tile, head = place(at, tiles, heads, together)
+        tell(drawn, gl.where(at < total, tile * (PARTS * ROWS), -1), head, turn)
     if units is not None:
         await_end()
-
-
-@gluon.jit
-def ready(buffer, full, step):
-    """The `step`th tile, once it is there."""
-    STAGES: gl.constexpr = full.shape[0]
-    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
-    return tile_in(buffer, step % STAGES)
-
-
-@gluon.jit
-def release(empty, step):
-    """The group is done with the `step`th tile."""
-    STAGES: gl.constexpr = empty.shape[0]
-    await_group()
-    mbarrier.arrive(empty.index(step % STAGES))
 
 
 @gluon.jit
@@ -210,31 +171,6 @@ def weigh(scores, top, i, n, S, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.con
         scores = masked(scores, last)
     new_top = gl.maximum(top, gl.max(scores, 1) * scale_log2)
     return exp2(scores * scale_log2 - new_top[:, None]), exp2(top - new_top), new_top
-
-
-@gluon.jit
-def packed(weights, dtype: gl.constexpr):
-    """Pairs of weights rounded to half precision, as int32: a loop that hands on halves takes pairs apart."""
-    pairs = weights.reshape([weights.shape[0], weights.shape[1] // 2, 2])
-    first, second = pairs.split()
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], gl.int32, True, 1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], gl.int32, True, 1
-        )
-
-
-@gluon.jit
-def operand(pairs, dtype: gl.constexpr, out_layout: gl.constexpr):
-    """What `packed` made, as the operand of a product."""
-    first, second = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1
-    )
-    p = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]]).to(dtype, bitcast=True)
-    return gl.convert_layout(p, gl.DotOperandLayout(0, out_layout, 2))
 
 
 @gluon.jit
@@ -286,16 +222,6 @@ def advance(
 
 
 @gluon.jit
-def next_tile(drawn, full, turn, part, PARTS: gl.constexpr):
-    """First query, head and place of a group's queries of the `turn`th tile, once they are there; -1 after the last."""
-    STAGES: gl.constexpr = full.shape[0] // PARTS
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    slot = turn % STAGES * PARTS + part
-    mbarrier.wait(full.index(slot), turn // STAGES & 1)
-    return gl.max(drawn.index(2 * slot).load(one), 0), gl.max(drawn.index(2 * slot + 1).load(one), 0), slot
-
-
-@gluon.jit
 def share_of(top, total, m, head, lse_ptr, T, out_row: gl.constexpr):
     """Stores the log-sum-exp of queries from m on; what their outputs are to be multiplied by."""
     row: gl.constexpr = top.type.layout
@@ -306,30 +232,14 @@ def share_of(top, total, m, head, lse_ptr, T, out_row: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, share, m, head, out_ptr, out_strides, H, T, D: gl.constexpr, dtype: gl.constexpr):
-    """Stores the output of queries from m on."""
-    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    parts = (acc * share[:, None]).to(dtype).reshape([ROWS, acc.shape[1] // 8, 4, 2])
-    eights, pairs = columns_of(parts)
-    threads: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
-    t = gl.convert_layout(m + gl.arange(0, ROWS, layout=rows), gl.SliceLayout(1, threads))
-    # Addressed here: what the compiler takes out of the loop over tiles it has no registers for.
-    out_at = out_ptr + 16 * unknown_zero(m)
-    out_at += (head // H).to(gl.int64) * out_strides[0] + (head % H).to(gl.int64) * out_strides[1]
-    at = (out_at + t.to(gl.int64) * out_strides[2])[:, None]
-    at += 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, threads))[None, :]
-    stored = (t < T)[:, None][:, None, :, None]
-    if acc.shape[1] > D:
-        stored = stored & (eights < D)
-    gl.store(at[:, None, :, None] + (eights + pairs), parts, stored)
-
-
-@gluon.jit
 def attend(part, given, D: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constexpr):
     """Output and log-sum-exp of 64 queries of every tile that is drawn."""
     smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, T, S, scale_log2 = given
     q_smem, k_smem, v_smem = smem
     q_full, q_empty, k_full, k_empty, v_full, v_empty = signals[:6]
+    last_smem, last_full, last_empty = places_of_last(smem, signals)
+    LENT: gl.constexpr = lends(v_smem.shape[0])
+    Q_STAGES: gl.constexpr = q_full.shape[0] // PARTS
     BLOCK_N: gl.constexpr = k_smem.shape[3]
     BLOCK_D: gl.constexpr = v_smem.shape[4]
     ALONE: gl.constexpr = ((PARTS - 1) * ROWS + BLOCK_N - 1) // BLOCK_N + 1
@@ -343,8 +253,9 @@ def attend(part, given, D: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constex
     step = 0
     turn = 0
     uncounted = 0
-    m, head, q_at = next_tile(drawn, q_full, turn, part, PARTS)
+    m, head = told_tile(drawn, turn)
     while m >= 0:
+        m += part * ROWS
         i = m + rows + (S - T)
         count = blocks_of(m, ROWS, T, S, BLOCK_N, CAUSAL)
         steps = blocks_of(m - part * ROWS, PARTS * ROWS, T, S, BLOCK_N, CAUSAL)
@@ -360,6 +271,8 @@ def attend(part, given, D: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constex
             seen_by_all = gl.minimum(S, m + 1 + S - T) // BLOCK_N
         n = (count - 1) * BLOCK_N
         k = ready(k_smem, k_full, step)
+        q_at = turn % Q_STAGES * PARTS + part
+        mbarrier.wait(q_full.index(q_at), turn // Q_STAGES & 1)
         q = tile_in(q_smem, q_at)
         scores = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -383,17 +296,23 @@ def attend(part, given, D: gl.constexpr, PARTS: gl.constexpr, CAUSAL: gl.constex
                     part, q_at, acc, pairs, top, total, i, n, S, scale_log2, step, step - uncounted,
                     step >= counted_from, smem, signals, last == 0, CAUSAL,
                 )  # fmt: skip
-        release(q_empty, q_at)
+        if not LENT:
+            release(q_empty, q_at)
         p = operand(pairs, dtype, out_layout)
-        v = ready(v_smem, v_full, step)
+        if LENT:
+            step += 1
+            uncounted += 1
+        v = ready(last_smem, last_full, step)
         acc = warpgroup_mma(p, v, acc, is_async=True)
+        turn += 1
+        next_m, next_head = told_tile(drawn, turn)
         share = share_of(top, total, m, head, lse_ptr, T, out_row)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        release(v_empty, step)
+        release(last_empty, step)
         finish(acc, share, m, head, out_ptr, out_strides, H, T, D, dtype)
         step += 1
-        turn += 1
-        m, head, q_at = next_tile(drawn, q_full, turn, part, PARTS)
+        m = next_m
+        head = next_head
 
 
 @gluon.jit(do_not_specialize=("shared", "units", "H", "GROUP", "heads", "tiles", "together", "T", "S"))
@@ -408,13 +327,13 @@ def forward_kernel(
     """
     smem = (buffers(Q_STAGES * PARTS, q_desc), buffers(K_STAGES, k_desc), buffers(V_STAGES, v_desc))
     turns = barriers(PARTS, 1)
+    LENT: gl.constexpr = lends(V_STAGES)
+    gl.static_assert(not LENT or (Q_STAGES == 1 and K_STAGES == 2))
     signals = (
-        barriers(Q_STAGES * PARTS, 1), barriers(Q_STAGES * PARTS, 1), barriers(K_STAGES, 1),
+        barriers(Q_STAGES * PARTS, 1), () if LENT else barriers(Q_STAGES * PARTS, 1), barriers(K_STAGES, 1),
         barriers(K_STAGES, PARTS), barriers(V_STAGES, 1), barriers(V_STAGES, PARTS), turns,
     )  # fmt: skip
-    drawn = gl.allocate_shared_memory(
-        gl.int32, [2 * Q_STAGES * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    drawn = board(Q_STAGES + 1)
     fence_async_shared()
     descriptors = (q_desc, k_desc, v_desc)
     given = (smem, signals, drawn, out_ptr, out_strides, lse_ptr, H, T, S, scale_log2)
@@ -482,7 +401,7 @@ def forward(
     descriptors = (
         describe(q, 64, block_e),
         describe(k, block_n, block_e),
-        describe(v, block_n, block_width(value_width)),
+        describe(v, block_n, max(32, block_width(value_width))),  # what `finish` takes
     )
     forward_kernel[(min(multiprocessors(q.device), tiles * rows * heads),)](
         *map(laid_out, descriptors), out, out.stride(), lse, awaited.counts, awaited.heads, awaited.units,
