@@ -87,6 +87,16 @@ def test_equal_losses_are_decided_by_passkeys_and_then_by_what_short_inputs_lose
     assert said == ()
 
 
+@pytest.mark.parametrize(("mark", "kind"), [(2.0, "NTK"), (1.52, "needs fine-tuning")])
+def test_setting_below_a_threshold_is_not_given_up_for_an_equal_one_above_it(mark, kind):
+    order, verdict, _ = judged(
+        advised("NTK", 1, measured(2.1, 2.018)),
+        advised("leave alone", 2, measured(mark, 2.025)),
+    )
+    assert order == ["NTK", "leave alone"]
+    assert (verdict.kind, verdict.option) == (kind, "NTK")
+
+
 def test_passkeys_that_contradict_the_loss_are_reported():
     _, verdict, said = judged(
         advised("PI", 1, measured(2.0, 1.8, found=0.0)),

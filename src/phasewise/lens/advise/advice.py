@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -310,12 +311,15 @@ def judge(
     tried = [(one, one.measured) for one in possible if one.measured is not None]
     lowest = min(measured.loss(wanted) for _, measured in tried)
 
+    def grade(measured: Measured) -> int:
+        return bisect_left((SAME, TUNABLE), measured.loss(wanted) - mark)
+
     def order(pair: tuple[Advised, Measured]) -> tuple[float, ...]:
         measured = pair[1]
         loss, share = measured.loss(wanted), measured.found(wanted)
         near = loss <= lowest + SAME
         short = measured.loss(trained)
-        return (not near, -(share or 0.0) if near else 0.0, short if near else loss, loss)
+        return (grade(measured), not near, -(share or 0.0) if near else 0.0, short if near else loss, loss)
 
     tried.sort(key=order)
     best, measured = tried[0]
@@ -329,9 +333,9 @@ def judge(
     if fits:
         kind = "leave alone"
         reasons.append(f"nearly all inputs fit {trained} tokens; for the others, {best.option.kind} is best")
-    elif rise <= SAME:
+    elif grade(measured) == 0:
         kind = best.option.kind
-    elif rise <= TUNABLE:
+    elif grade(measured) == 1:
         kind = "needs fine-tuning"
         reasons.append(
             f"{best.option.kind} is the best start: {rise:.3f} nats above the mark, at most {TUNABLE}"
