@@ -17,6 +17,8 @@ MODEL = ["--width", "16", "--layers", "1", "--heads", "2", "--device", "cpu"]
 BUDGET = ["--context", "16", "--batch-size", "2", "--steps", "4", "--warmup", "1"]
 OPTIONS = [*MODEL, *BUDGET, "--evaluate-tokens", "300", "--encodings", "rope", "pope", "--scalings", "yarn"]
 
+EXTEND = ["extend", "x", "--rule", "yarn", "--steps", "1"]
+
 
 def run(capsys, *arguments):
     """Exit code, stdout and stderr of a command."""
@@ -71,11 +73,13 @@ def test_several_seeds_are_shown_as_mean_and_one_by_one(capsys, tmp_path):
         (["compare", "--width", "2000000000"], "--width: Input should be less than or equal to 16384"),
         (["compare", "--threads", "100000000000"], "--threads: Input should be less than or equal to 1024"),
         (["compare", "--resume"], "holds no run to resume"),
+        ([*EXTEND, "--length", "-5"], ": --length: Input should be greater than or equal to 2, but is -5\n"),
+        ([*EXTEND, "--length"], "phasewise: --length: give at least 1\n"),
         (["comprae"], "unknown command 'comprae'; choose from compare"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, arguments, said):
-    if arguments[0] == "compare":
+    if arguments[0] in ("compare", "extend"):
         arguments = [*arguments, "--out", tmp_path / "run"]
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")

@@ -11,6 +11,7 @@ PACKAGE = ROOT / "src" / "phasewise"
 RANKS = {
     "positions": 0,
     "frequencies": 0,
+    "problems": 0,
     "record": 0,
     "interrupt": 0,
     "device": 0,

@@ -102,7 +102,7 @@ def test_recipe_file_with_an_unknown_field_is_told_which_there_are(capsys, tmp_p
         ("{", "Invalid JSON: EOF"),
         ("[1]", "Input should be an object"),
         ('{"steps": -3}', "steps: Input should be greater than or equal to 1"),
-        ('{"warmup": 450}', "Value error, warmup 450 leaves nothing of steps 450"),
+        ('{"warmup": 450}', "warmup 450 leaves nothing of steps 450"),
     ],
 )
 def test_file_that_is_no_recipe_is_named(tmp_path, content, said):
@@ -119,7 +119,10 @@ def test_damaged_report_is_named_and_deleting_it_has_it_made_again(capsys, tmp_p
     (out / "report.json").write_text("{}")
     code, _, err = train(capsys, "--out", out, "--resume")
     assert code == 2
-    assert "report.json is not a report of train: delete it to have it made again" in err
+    assert (
+        "report.json is not a report of train (values: Field required): delete it to have it made again"
+        in err
+    )
     (out / "report.json").unlink()
     assert train(capsys, "--out", out, "--resume")[0] == 0
     assert Report.model_validate_json((out / "report.json").read_bytes()) == values

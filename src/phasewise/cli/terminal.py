@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ValidationError
 
 from phasewise.cli.together import speaker
+from phasewise.problems import problems
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -145,12 +146,9 @@ def one_line(error: Exception) -> str:
         return f"cannot read or write {error.filename} ({error.strerror}): choose another path"
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
-    problems = []
-    for problem in error.errors():
-        option = "--" + str(problem["loc"][0]).replace("_", "-") + ": " if problem["loc"] else ""
-        given = "" if problem["type"] == "value_error" else f", but is {problem['input']}"
-        problems.append(option + problem["msg"].removeprefix("Value error, ") + given)
-    return "; ".join(problems)
+    return "; ".join(
+        f"--{place[0]}: ".replace("_", "-") + words if place else words for place, words in problems(error)
+    )
 
 
 def print_whole(table: "Table") -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from phasewise.data.codec import Codec
 from phasewise.data.corpus import Corpus, Split, Unit
 from phasewise.data.kinds import Origin, for_training, stored_codec
+from phasewise.problems import first
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 LENGTH = np.dtype("<i8")
@@ -163,9 +164,9 @@ def read_index(folder: Path) -> Index:
             f"phasewise tokenize DATA --out {folder}"
         )
     try:
-        return Index.model_validate_json(path.read_text())
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({' '.join(str(error).split())[:200]}): {REMEDY}") from error
+        return Index.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path} is damaged ({first(error)}): {REMEDY}") from error
 
 
 def codec_in(folder: Path, origin: Origin, sha256: str) -> Codec:

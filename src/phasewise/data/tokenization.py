@@ -25,6 +25,7 @@ from phasewise.data.shards import INDEX, TOKENIZER, Frozen, Index, Learned, Part
 from phasewise.data.writing import Open, SplitWriter
 from phasewise.interrupt import Interrupted
 from phasewise.lock import hold
+from phasewise.problems import first
 from phasewise.record import replacing
 
 if TYPE_CHECKING:
@@ -281,9 +282,11 @@ def _begun(
     path = folder / PROGRESS
     if path.exists():
         try:
-            progress = Progress.model_validate_json(path.read_text())
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is damaged; delete {folder} and tokenise again") from error
+            progress = Progress.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ValueError(
+                f"{path} is damaged ({first(error)}); delete {folder} and tokenise again"
+            ) from error
         _require_same(origin, progress.origin, folder)
         if shard_tokens != progress.shard_tokens:
             raise ValueError(

@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from phasewise.positions import Positions, is_whole
 
+WIDEST = 2**20
+"""Channels of a head, and heads, that are taken for a size; more are taken for a slip."""
+
 
 class EncodingConfig(BaseModel, ABC):
     """The settings of an encoding that do not depend on the sizes of a model; `kind` names the type."""
@@ -128,10 +131,10 @@ def distances(q_at: Positions, k_at: Positions) -> Tensor:
     return (q_at.index[:, None, :, None] - k_at.index[:, None, None, :]).abs()
 
 
-def check_size(name: str, size: int) -> None:
-    """Raise ValueError unless `size` is a whole number from 1."""
-    if not is_whole(size) or size < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, but is {size!r}")
+def check_size(name: str, size: int, *, least: int = 1) -> None:
+    """Raise ValueError unless `size` is a whole number from `least` to `WIDEST`."""
+    if not is_whole(size) or not least <= size <= WIDEST:
+        raise ValueError(f"{name} must be a whole number from {least} to {WIDEST}, but is {size!r}")
 
 
 def one_axis(kind: str, axes: int) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from phasewise.encodings.base import EncodingConfig, check_size, working_dtype
+from phasewise.encodings.base import WIDEST, EncodingConfig, check_size, working_dtype
 from phasewise.encodings.spectral import STANDARD, Spectral
 from phasewise.frequencies import AnyFrequencies, Frequencies
 
@@ -36,7 +36,7 @@ class PoPEConfig(EncodingConfig):
     phase_init: PhaseInit = "zero"
     phase_bound: PhaseBound = "wrap"
     magnitude: Magnitude = "softplus"
-    axes: int = Field(default=1, ge=1)
+    axes: int = Field(default=1, ge=1, le=WIDEST)
 
     def build(self, *, num_heads: int, head_dim: int) -> PoPE:
         options = {name: value for name, value in self if name != "kind"}
@@ -88,7 +88,8 @@ class PoPE(Spectral):
         check_size("head_dim", head_dim)
         if head_dim % config.axes:
             raise ValueError(
-                f"PoPE splits its channels over the axes: head_dim {head_dim} is no multiple of {config.axes}"
+                f"PoPE splits its channels over the axes: head_dim {head_dim} is no multiple of {config.axes}; "
+                "choose one, or other axes"
             )
         super().__init__(config.frequencies, channels=head_dim, axes=config.axes)
         self._config = config

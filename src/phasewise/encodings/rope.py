@@ -40,12 +40,12 @@ class RoPE(Spectral):
 
     def __init__(self, *, head_dim: int, frequencies: Frequencies = STANDARD, fraction: float = 1.0) -> None:
         config = RoPEConfig(frequencies=frequencies, fraction=fraction)  # type: ignore[arg-type]
-        check_size("head_dim", head_dim)
+        check_size("head_dim", head_dim, least=2)
         turning = int(head_dim * config.fraction)
         if turning < 2 or turning % 2:
             raise ValueError(
                 f"RoPE turns channels in pairs: head_dim {head_dim} x fraction {config.fraction} gives {turning}; "
-                "choose an even number of at least 2"
+                "choose them so that this is even and at least 2"
             )
         super().__init__(config.frequencies, channels=turning // 2)
         self.head_dim = head_dim

@@ -66,9 +66,7 @@ class TAPA(Joint):
     ) -> None:
         super().__init__()
         self._config = TAPAConfig(alpha=alpha, fraction=fraction, phase=phase, two_pi=two_pi)
-        check_size("head_dim", head_dim)
-        if head_dim == 1:
-            raise ValueError("TAPA gives amplitude and phase channels of their own; head_dim 1 is below 2")
+        check_size("head_dim", head_dim, least=2)  # amplitude and phase have channels of their own
         share = head_dim * self._config.fraction
         amplitude = round(share)
         if not math.isclose(amplitude, share, abs_tol=1e-6) or not 0 < amplitude < head_dim:

@@ -29,6 +29,7 @@ def _listing(condition: Callable[[float], bool], remedy: str) -> AfterValidator:
 
 
 LONGEST = 2**62  # positions are int64
+MOST_CHANNELS = 2**20
 SMALLEST, LARGEST = 1e-100, 1e100  # what rules make of these is finite in float64
 
 Base = Annotated[float, _where(lambda base: 1 < base < math.inf, "give a finite base above 1, as 10000.0")]
@@ -193,9 +194,9 @@ class Continuous(LengthDependent):
 
 
 def _require_channels(n: int) -> None:
-    if not isinstance(n, int) or n < 1:
+    if not isinstance(n, int) or not 1 <= n <= MOST_CHANNELS:
         raise ValueError(
-            f"n is {n!r}; give the number of channels: rotated_dim // 2 for RoPE, head_dim for PoPE"
+            f"n is {n!r}; give the number of channels, from 1 to 2^20: rotated_dim // 2 for RoPE, head_dim for PoPE"
         )
 
 

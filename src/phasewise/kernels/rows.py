@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from phasewise.problems import first, problems
+
 # What the rows of a choice may name: in `order`, fastest first, or as the `body` of a pass.
 BODIES: Mapping[str, tuple[str, ...]] = {
     "separable.forward.body": ("flash", "cudnn", "triton"),
@@ -62,13 +64,13 @@ def read(path: Path) -> list[Row]:
 
 def _check_together(rows: list[Row]) -> None:
     """Raise ValueError for two rows of the same sizes, and where an encoding is left without an order of bodies."""
-    first: dict[tuple[Any, ...], int] = {}
+    known: dict[tuple[Any, ...], int] = {}
     for number, row in enumerate(rows, 1):
         served = tuple(row[name] for name in ("kernel", "device", "dtype", "qk", "v", "length"))
-        if served in first:
+        if served in known:
             same = ", ".join(map(str, served))
-            raise ValueError(f"rows {first[served]} and {number} serve the same: {same}")
-        first[served] = number
+            raise ValueError(f"rows {known[served]} and {number} serve the same: {same}")
+        known[served] = number
     for kernel in (name for name in BODIES if name.endswith(".body")):
         if not any(row["kernel"] == kernel and _serves_all(row) for row in rows):
             raise ValueError(f"no row of {kernel} serves any device, dtype, widths and length")
@@ -80,18 +82,12 @@ def _serves_all(row: Row) -> bool:
 
 def _problem(error: ValidationError) -> str:
     """The first problem that pydantic found, with the row's number, from 1, and its kernel."""
-    problem = error.errors()[0]
-    message = problem["msg"].replace("Input should", "it should")
-    match problem["loc"]:
-        case ("rows", int(index), kernel, *names):
-            where = ".".join(map(str, names))
-            place = f"row {index + 1} ({kernel}), {where}: "
-        case ("rows", int(index)):
-            place = f"row {index + 1}: "
-        case names:
-            place = "".join(f"{name}: " for name in names)
-    said = problem["type"] in ("missing", "json_invalid", "union_tag_invalid", "union_tag_not_found")
-    return f"{place}{message}" + ("" if said else f", but is {problem['input']!r:.100}")
+    match problems(error)[0]:
+        case ("rows", int(index), kernel, *names), words:
+            return f"row {index + 1} ({kernel}), {'.'.join(map(str, names))}: {words}"
+        case ("rows", int(index)), words:
+            return f"row {index + 1}: {words}"
+    return first(error)
 
 
 def _rows(*kernels: str, optional: Mapping[str, Any] | None = None, **required: Any) -> type[BaseModel]:

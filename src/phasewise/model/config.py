@@ -5,8 +5,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from phasewise.encodings import AnyEncodingConfig
+from phasewise.positions import FURTHEST
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=2**20)]
+Window = Annotated[int, Field(ge=1, le=FURTHEST)]
 
 # Feed-forward width per unit of model width: SwiGLU's three matrices then cost what GELU's two do.
 HIDDEN_RATIO = {"swiglu": 8 / 3, "gelu": 4.0}
@@ -50,7 +52,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    vocab_size: Count
+    vocab_size: Annotated[int, Field(ge=1, le=2**31)]
     width: Count
     layers: Count
     heads: Count
@@ -61,7 +63,7 @@ class ModelConfig(BaseModel):
     tied: bool = False
     qk_norm: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    window: Count | tuple[Count | None, ...] | None = None
+    window: Window | tuple[Window | None, ...] | None = None
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     encoding: AnyEncodingConfig | tuple[AnyEncodingConfig, ...]
 

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from phasewise.model.config import ModelConfig
 from phasewise.model.transformer import Transformer
+from phasewise.problems import first
 from phasewise.record import replacing
 
 CONFIG = "config.json"
@@ -94,14 +95,12 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transform
 
 def _read_config(folder: Path) -> ModelConfig:
     try:
-        return ModelConfig.model_validate_json((folder / CONFIG).read_text(encoding="utf-8"))
+        return ModelConfig.model_validate_json((folder / CONFIG).read_bytes())
     except FileNotFoundError as error:
         raise ValueError(f"{folder} has no {CONFIG}; give a folder that `save` has written") from error
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
         raise ValueError(
-            f"{folder / CONFIG} is not a model's config: {place}{': ' * bool(place)}{problem['msg']}"
+            f"{folder / CONFIG} is not a model's config: {first(error)}; correct it, or copy it again"
         ) from error
 
 

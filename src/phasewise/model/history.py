@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from phasewise.encodings import AnyEncodingConfig
+from phasewise.problems import first
 from phasewise.record import replacing
 
 HISTORY = "history.json"
@@ -53,7 +54,9 @@ def read_history(folder: str | Path) -> tuple[Stage, ...]:
     try:
         return _STAGES.validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{path} is not a model's history: delete it, or restore it") from error
+        raise ValueError(
+            f"{path} is not a model's history ({first(error)}): delete it, or restore it"
+        ) from error
 
 
 def trained_length(folder: str | Path) -> int | None:

@@ -8,6 +8,7 @@ from typing import IO, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from phasewise.lock import hold
+from phasewise.problems import first
 
 Value = TypeVar("Value")
 Begun = TypeVar("Begun", bound=BaseModel)
@@ -31,7 +32,7 @@ def read(path: Path, kind: TypeAdapter[Value], name: str, remedy: str) -> Value:
     try:
         return kind.validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{path} is not {name}: {remedy}") from error
+        raise ValueError(f"{path} is not {name} ({first(error)}): {remedy}") from error
 
 
 def require_free(out: Path) -> None:

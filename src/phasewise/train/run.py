@@ -15,6 +15,7 @@ from phasewise.data import Corpus, batch, load
 from phasewise.interrupt import stoppable
 from phasewise.model import Transformer
 from phasewise.model.folder import MODEL, require_safetensors
+from phasewise.problems import first
 from phasewise.record import record
 from phasewise.train.folder import (
     REPORT,
@@ -98,9 +99,7 @@ def read_recipe(name: str) -> RunRecipe:
         if unknown:
             fields = ", ".join(sorted(RunRecipe.model_fields))
             raise ValueError(f"{path} has unknown fields {', '.join(unknown)}; there are {fields}") from error
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path} is not a recipe: {where}{': ' * bool(where)}{first['msg']}") from error
+        raise ValueError(f"{path} is not a recipe: {first(error)}") from error
 
 
 def read_begun(out: Path) -> Begun:

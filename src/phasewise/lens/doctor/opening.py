@@ -18,6 +18,7 @@ from phasewise.lens.doctor.written import Written
 from phasewise.model import ModelConfig, Transformer, history
 from phasewise.model import folder as own_folder
 from phasewise.model.reading import TransformerReader
+from phasewise.problems import first
 from phasewise.record import parsed
 
 
@@ -97,9 +98,8 @@ def _of_own(
         try:
             settings = ModelConfig.model_validate(content)
         except ValidationError as error:
-            problem = error.errors()[0]
             raise ValueError(
-                f"{path} is no config of a checkpoint: {problem['msg']} ({problem['loc']})"
+                f"{path} is no config of a checkpoint: {first(error)}; correct it, or copy it again"
             ) from error
         return Case(str(path), "phasewise", None, settings, None, trained_length)
     model = own_folder.load(path, device=device)
@@ -153,6 +153,5 @@ def is_hugging_face(content: Mapping[str, Any]) -> bool:
 
 def first_line(error: Exception) -> str:
     if isinstance(error, ValidationError):
-        problem = error.errors()[0]
-        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
+        return first(error)
     return str(error).splitlines()[0]

@@ -1,0 +1,48 @@
+"""What pydantic found wrong with settings, in words of one line."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+Place = tuple[int | str, ...]
+TOLD = ("value_error", "missing", "json_invalid", "union_tag_invalid", "union_tag_not_found")
+"""Kinds of problems whose message has the value, or for which there is none."""
+
+
+def problems(error: ValidationError) -> list[tuple[Place, str]]:
+    """The place and the words of the first problem of each field; what merely follows from another is left out.
+
+    >>> from pydantic import TypeAdapter
+    >>> try:
+    ...     TypeAdapter(dict[str, int]).validate_python({"layers": 1.5})
+    ... except ValidationError as error:
+    ...     problems(error)
+    [(('layers',), 'Input should be a valid integer, got a number with a fractional part, but is 1.5')]
+    """
+    found: dict[Place, tuple[Place, str]] = {}
+    for problem in error.errors():
+        if problem["type"] != "default_factory_not_called":
+            found.setdefault(problem["loc"][:1], (problem["loc"], _words(problem)))
+    return list(found.values())
+
+
+def first(error: ValidationError) -> str:
+    """The first problem, after its place.
+
+    >>> from pydantic import TypeAdapter
+    >>> try:
+    ...     TypeAdapter(dict[str, list[int]]).validate_python({"lengths": [1, "x"]})
+    ... except ValidationError as error:
+    ...     first(error)
+    "lengths.1: Input should be a valid integer, unable to parse string as an integer, but is 'x'"
+    """
+    place, words = problems(error)[0]
+    return ": ".join([*([".".join(map(str, place))] if place else []), words])
+
+
+def _words(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "too_short":
+        return f"give at least {problem['ctx']['min_length']}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return message if problem["type"] in TOLD else f"{message}, but is {problem['input']!r:.100}"
