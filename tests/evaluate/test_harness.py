@@ -109,6 +109,27 @@ def test_rolling_loglikelihood_scores_every_token_once_with_whole_windows(model)
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
+def test_what_stands_before_every_text_stands_there_once(model):
+    text, before = "it was the best of times", [5, 6]
+    tokens = encode(text)
+    reads = Harness(
+        model, Text(encode, decode, START, before=tuple(before)), device=CPU, rolling_length=len(tokens) - 4
+    )
+    cases = {("the dog", " barks"): encode("the dog"), ("", " barks"): []}
+    found = reads.loglikelihood(asked("loglikelihood", *cases))
+    for (likelihood, _), context in zip(found, cases.values(), strict=True):
+        wanted, _ = restated(model, [*before, *context], encode(" barks"))
+        assert likelihood == pytest.approx(wanted, rel=1e-5)
+    (rolling,) = reads.loglikelihood_rolling(asked("loglikelihood_rolling", (text,)))
+    wanted = restated(model, before, tokens[:-4])[0] + restated(model, before + tokens[3:-4], tokens[-4:])[0]
+    assert rolling == pytest.approx(wanted, rel=1e-5)
+    for context in ("it is", ""):
+        (made,) = reads.generate_until(asked("generate_until", (context, {"max_gen_toks": 5})))
+        after = torch.tensor([[*before, *encode(context)]])
+        with torch.no_grad():
+            assert made == decode(generate(model, after, length=5)[0, after.shape[1] :].tolist())
+
+
 def test_generation_is_greedy_and_ends_before_a_stop_string(model):
     whole = decode(generate(model, torch.tensor([encode("it is")]), length=12)[0, -12:].tolist())
     (found,) = harness(model).generate_until(asked("generate_until", ("it is", {"max_gen_toks": 12})))

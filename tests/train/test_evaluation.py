@@ -19,7 +19,7 @@ from phasewise.interrupt import Interrupted
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model.folder import save
 from phasewise.positions import Positions
-from phasewise.train import evaluation
+from phasewise.train import evaluation, evaluation_plan
 from phasewise.train.evaluation import EvaluateRecipe, evaluate
 from phasewise.train.evaluation_report import Evaluation, Report
 from phasewise.train.folder import held
@@ -216,6 +216,40 @@ def test_hugging_face_checkpoint_is_read_with_its_tokenizer_and_its_first_token(
     assert row.losses[0].scores[0] == pytest.approx(sum(losses) / math.log(2) / letters, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("template", "prefix"),
+    [("$A", ()), ("<s> $A", (0,)), ("<mask> <s> $A </s>", (1, 0)), ("$A </s>", ())],
+)
+def test_prefix_is_what_a_tokenizer_puts_before_text_and_not_what_it_puts_after(template, prefix, tmp_path):
+    from tokenizers import Tokenizer, models, processors
+
+    special = ["<s>", "<mask>", "</s>"]
+    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate([*special, "a"])}))
+    tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(token, special.index(token)) for token in special]
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert evaluation_plan._prefix(str(tmp_path / "tokenizer.json")) == prefix
+
+
+def test_bits_per_byte_count_the_space_before_the_first_scored_word(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = {f"\u2581{word}": number for number, word in enumerate(["sea", "was", "calm", "grey"])}
+    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "words.txt").write_text(" ".join(["sea was calm grey"] * 100))
+    corpus = load(f"text:{tmp_path / 'words.txt'}", tokenizer=str(tmp_path / "tokenizer.json"))
+    (document,) = corpus.split("test")
+    assert len(document) == 40
+    over = windows(corpus, "test", length=8, limit_tokens=11)
+    text = corpus.decode(document)
+    assert evaluation._bytes(over) == len(" ".join(text.split()[:12])) - len(text.split()[0])
+
+
 def test_prefix_is_read_before_padded_rows_and_gives_no_logits():
     model = transformer()
     tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -378,7 +412,7 @@ def test_continuing_by_a_cache_equals_asking_for_each_next_token(place, llama):
         with torch.no_grad():
             for _ in range(8):
                 tokens = torch.cat([tokens, ask(tokens)[:, -1:].argmax(-1)], 1)
-        made = Prefixed(opened, (7,)).continued(seen, length=8)
+        made = opened.continued(tokens[:, :5], length=8)
         assert made.tolist() == tokens[0, 5:].tolist()
         stop = made[3].item()
         first = made.tolist().index(stop) + 1

@@ -28,13 +28,15 @@ MOST_GENERATED = 256
 class Text:
     """How a model's text becomes tokens and back.
 
-    start: the token that stands before a text without context. stop: the token that ends a text, if any.
+    before: tokens that stand before every text. start: the token that stands before one without context where
+    nothing else does. stop: the token that ends a text, if any.
     """
 
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[np.ndarray], str]
     start: int
     stop: int | None = None
+    before: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class Harness(LM):
                 max_seq_len=self.rolling_length,
                 context_len=1,
             )
-            pairs = [make_disjoint_window(window) for window in rolling]
-            windows.append([_Row([*context, *following], len(context)) for context, following in pairs])
+            (_, first), *others = [make_disjoint_window(window) for window in rolling]
+            windows.append([self._read((), first), *(self._read(*window) for window in others)])
         scores = iter(self._score([row for rows in windows for row in rows]))
         return [math.fsum(next(scores)[0] for _ in rows) for rows in windows]
 
@@ -96,14 +98,17 @@ class Harness(LM):
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
         whole = list(self.text.encode(bare + continuation))
-        if not bare:
-            return _Row([self.text.start, *whole], 1)
         first = 0
         for alone, together in zip(self.text.encode(bare), whole, strict=False):
             if alone != together:
                 break
             first += 1
-        return _Row(whole, first) if first else _Row([self.text.start, *whole], 1)
+        return self._read(whole[:first], whole[first:])
+
+    def _read(self, context: Sequence[int], following: Sequence[int]) -> _Row:
+        """Tokens to predict after others, with what stands before every text."""
+        context = [*self.text.before, *context] or [self.text.start]
+        return _Row([*context, *following], len(context))
 
     @torch.no_grad()
     def _score(self, rows: Sequence[_Row]) -> list[tuple[float, bool]]:
@@ -135,7 +140,7 @@ class Harness(LM):
         if options.get("do_sample") or options.get("temperature"):
             raise ValueError(f"generation is greedy, but a task asks for {options}: choose another task")
         until = [options["until"]] if isinstance(options.get("until"), str) else options.get("until") or []
-        tokens = list(self.text.encode(context)) or [self.text.start]
+        tokens = self._read(self.text.encode(context), ()).tokens
         made = self._continued(
             torch.tensor([tokens], device=self._device), options.get("max_gen_toks", MOST_GENERATED)
         )

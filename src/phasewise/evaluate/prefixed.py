@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from phasewise.evaluate.slices import Continues, Split, Vocabulary
+from phasewise.evaluate.slices import Split, Vocabulary
 from phasewise.positions import Positions
 
 
@@ -37,12 +37,6 @@ class Prefixed(nn.Module):
             moved = Positions(torch.where(at.segment >= 0, at.index + count, 0), at.segment)
             at = Positions.cat(Positions.arange(count, device=tokens.device), moved)
         return self.split.hidden(torch.cat([before, tokens], 1), at=at)[:, count:]
-
-    def continued(self, tokens: Tensor, *, length: int, stop: int | None = None) -> Tensor:
-        """The model's own continuation of the prefix and `tokens` [1, T]."""
-        assert isinstance(self.split, Continues)
-        before = torch.tensor([self.prefix], device=tokens.device)
-        return self.split.continued(torch.cat([before, tokens], 1), length=length, stop=stop)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [B, n, V] of `hidden` [B, n, W]."""

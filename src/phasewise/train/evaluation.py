@@ -184,7 +184,7 @@ class _Sitting:
 
             assert self.plan.tasks is not None
             harness = Harness(
-                self.plan.model(subject),
+                self.plan.bare(subject),
                 self.plan.text(subject),
                 device=self.plan.device,
                 batch_tokens=self.plan.recipe.batch_tokens,
@@ -256,11 +256,17 @@ def _bits_per_byte(found: tuple[Measurement, ...], size: int) -> tuple[float, ..
 
 
 def _bytes(over: Windows) -> int:
-    """UTF-8 bytes of the text of the scored tokens."""
+    """UTF-8 bytes of the text of the scored tokens.
+
+    Less those of the first, as some tokenizers leave out the space before whatever token is the first to be decoded.
+    """
     if over.corpus.unit == "byte":
         return over.scored
     split, decode = over.corpus.split(over.split), over.corpus.decode
-    return sum(len(decode(split[number][1 : 1 + targets]).encode()) for number, targets in over.spans)
+    texts = (
+        (decode(split[number][: 1 + targets]), decode(split[number][:1])) for number, targets in over.spans
+    )
+    return sum(len(whole.encode()) - len(first.encode()) for whole, first in texts)
 
 
 def _progress(console: Console) -> Progress:

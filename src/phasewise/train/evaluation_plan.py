@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,8 +69,12 @@ class Plan:
 
     def model(self, subject: Subject) -> nn.Module:
         """The checkpoint, one at a time in memory, reading its prefix before every row."""
-        opened = self._opened(subject.facts.folder)
+        opened = self.bare(subject)
         return Prefixed(opened, subject.facts.prefix) if subject.facts.prefix else opened
+
+    def bare(self, subject: Subject) -> nn.Module:
+        """The checkpoint, reading what it is given and no prefix."""
+        return self._opened(subject.facts.folder)
 
     def needles(self, subject: Subject, count: int, length: int, *, examples: int) -> tuple[Needle, ...]:
         """Passkeys of one length in the longest document of the first text corpus."""
@@ -87,7 +92,7 @@ class Plan:
         )
 
     def text(self, subject: Subject) -> "Text":
-        """How the checkpoint's text becomes tokens and back, for tasks."""
+        """How the checkpoint's text becomes tokens and back, for tasks, its prefix included."""
         from phasewise.evaluate.harness import Text
 
         corpus = _text_of(subject)
@@ -95,8 +100,13 @@ class Plan:
         stop = _config(Path(subject.facts.folder)).get("eos_token_id")
         stop = stop if isinstance(stop, int) else None
         newline = int(encode("\n")[-1])
-        start = subject.facts.prefix[-1] if subject.facts.prefix else newline if stop is None else stop
-        return Text(lambda text: encode(text).tolist(), corpus.decode, start=start, stop=stop)
+        return Text(
+            lambda text: encode(text).tolist(),
+            corpus.decode,
+            start=newline if stop is None else stop,
+            stop=stop,
+            before=subject.facts.prefix,
+        )
 
     def _opened(self, folder: str) -> LanguageModel:
         if self._open is None or self._open[0] != folder:
@@ -184,12 +194,14 @@ def _named(folder: Path, corpora: Sequence[Corpus], tokenizers: Sequence[str]) -
 
 
 def _prefix(tokenizer: str) -> tuple[int, ...]:
-    """The token that a tokenizer.json puts before every text, if it does."""
+    """The tokens that a tokenizer.json puts before every text; not those that it puts after one."""
     if not Path(tokenizer).is_file():
         return ()
     from tokenizers import Tokenizer
 
-    return tuple(Tokenizer.from_file(tokenizer).encode("").ids[:1])
+    text = Tokenizer.from_file(tokenizer).encode("a")
+    added = zip(text.ids, text.special_tokens_mask, strict=True)
+    return tuple(token for token, special in takewhile(lambda each: each[1], added))
 
 
 def _config(folder: Path) -> dict:
