@@ -73,12 +73,35 @@ if __name__ == "__main__":
 """
 
 
+LOADING = """
+import sys, time
+from phasewise.bench import visits
+
+def load(_module):
+    print("begins", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    visits.flash_obstacle = load
+    try:
+        list(visits.visited([visits.Visit("any", 64, 384)]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
 @pytest.mark.parametrize(
-    "run", ["list(outcomes(neg, deque([1]), processes=1, seconds=60))", "cpu.reference_memory()"]
+    "text",
+    [
+        STARTING.replace("RUN", "list(outcomes(neg, deque([1]), processes=1, seconds=60))"),
+        STARTING.replace("RUN", "cpu.reference_memory()"),
+        LOADING,
+    ],
+    ids=["processes", "memory", "kernels"],
 )
-def test_ctrl_c_while_a_process_begins_is_heard_by_its_parent_alone(run, tmp_path):
+def test_ctrl_c_while_something_begins_is_heard_at_once_and_by_the_parent_alone(text, tmp_path):
     program = tmp_path / "program.py"
-    program.write_text(STARTING.replace("RUN", run))
+    program.write_text(text)
     command = [sys.executable, str(program)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -86,6 +109,6 @@ def test_ctrl_c_while_a_process_begins_is_heard_by_its_parent_alone(run, tmp_pat
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=10)
     assert process.returncode == 130
     assert said == ""

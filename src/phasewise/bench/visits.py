@@ -7,7 +7,7 @@ finds them.
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from threading import Thread
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,17 +38,15 @@ class Visit(NamedTuple):
 
 def visited(visits: Sequence[Visit]) -> Iterator[tuple[Visit, dict[str, float] | str]]:
     """Each visit with the errors at the gate, none at other lengths, or why it failed, as they are done."""
-    loading = Thread(target=flash_obstacle, args=("phasewise.kernels.flash_ahead",))
-    loading.start()  # by this process, which will need it, and where others compile the while
     processes = min(MOST_PROCESSES, os.cpu_count() or 1, len(visits))
+    loading = partial(flash_obstacle, "phasewise.kernels.flash_ahead")  # which this process will need
     for visit, found in outcomes(
-        visit_once, deque(sorted(visits, key=turn)), processes=processes, seconds=PATIENCE
+        visit_once, deque(sorted(visits, key=turn)), processes=processes, seconds=PATIENCE, meanwhile=loading
     ):
         why = found.reason if isinstance(found, Lost) else found
         if isinstance(why, str):
             print(f"{visit.name} is not measured: {why}", flush=True)
         yield visit, why
-    loading.join()
 
 
 def turn(visit: Visit) -> tuple[bool, bool]:

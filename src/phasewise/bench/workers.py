@@ -50,12 +50,17 @@ class _Worker:
 
 
 def outcomes(
-    work: Callable[[Any], Any], tasks: deque[Any], *, processes: int, seconds: float
+    work: Callable[[Any], Any],
+    tasks: deque[Any],
+    *,
+    processes: int,
+    seconds: float,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[Any, Any]]:
     """Each task with what `work` made of it, or `Lost`, as they are done; the caller may add tasks meanwhile.
 
     work, tasks and results must pickle. A task that raises, takes more than `seconds`, or ends its process is lost,
-    and the process with it; the others go on.
+    and the process with it; the others go on. meanwhile: done here, once, while the first tasks are.
 
     >>> from operator import neg
     >>> sorted(outcomes(neg, deque([1, 2]), processes=1, seconds=60))
@@ -64,12 +69,18 @@ def outcomes(
     context = multiprocessing.get_context("spawn")
     free: list[_Worker] = []
     busy: list[_Worker] = []
+
+    def give() -> None:
+        while tasks and len(busy) < processes:
+            worker = _alive(free) or _started(context, work)
+            worker.give(tasks.popleft(), seconds)
+            busy.append(worker)
+
     try:
+        give()
+        meanwhile()
         while tasks or busy:
-            while tasks and len(busy) < processes:
-                worker = _alive(free) or _started(context, work)
-                worker.give(tasks.popleft(), seconds)
-                busy.append(worker)
+            give()
             first = min(worker.deadline for worker in busy)
             ready = wait([worker.connection for worker in busy], max(0.0, first - monotonic()))
             for worker in [w for w in busy if w.connection in ready or w.deadline <= monotonic()]:
@@ -83,6 +94,8 @@ def outcomes(
                     free.append(worker)
                 yield worker.task, outcome
     finally:
+        for worker in [*free, *busy]:
+            worker.process.kill()
         for worker in [*free, *busy]:
             worker.end()
 
