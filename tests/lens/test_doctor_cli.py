@@ -112,7 +112,7 @@ def missing_tensor(folder):
     [
         (broken_json, "is not JSON"),
         (nan_weights, "is not finite"),
-        (missing_tensor, "lacks 1 tensors"),
+        (missing_tensor, "1 tensors missing"),
         (lambda folder: change_config(folder, model_type="martian"), "model_type 'martian'"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
         (lambda folder: (folder / "config.json").unlink(), r"has no config.json"),

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from phasewise.model.fitting import few, reshaping
 from phasewise.record import parsed
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -50,25 +51,30 @@ def load(
                 **source,
             )
         except (SafetensorError, RuntimeError) as error:
-            raise ValueError(f"the weights in {folder} cannot be loaded: {_first_line(error)}") from error
+            raise ValueError(
+                f"the weights in {folder} cannot be loaded ({_first_line(error)}); fetch them again"
+            ) from error
         except ImportError as error:  # as for quantised weights
-            raise ValueError(f"{folder} needs another package: {_first_line(error)}") from error
+            raise ValueError(f"{folder} needs another package ({_first_line(error)}); install it") from error
         except Exception as error:  # a config without sense fails wherever the model's own code meets it
             if "Unrecognized configuration class" in str(error):
                 raise ValueError(
-                    f"{folder} holds a {config.model_type} model, which is no decoder"
+                    f"{folder} holds a {config.model_type} model, which is no decoder; give one that is"
                 ) from error
             raise ValueError(
                 f"transformers cannot build the model that {folder} describes "
                 f"({type(error).__name__}: {_first_line(error)}); correct its config.json"
             ) from error
     model, loaded = both
-    if loaded["mismatched_keys"]:
-        name = min(key for key, *_shapes in loaded["mismatched_keys"])
-        raise ValueError(f"a tensor in {folder} has another shape than its config asks for: {name}")
-    missing = sorted(loaded["missing_keys"])
-    if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors of its model, {missing[0]} the first")
+    remedy = "fetch it again, or correct its config.json"
+    if others := [reshaping(name, held, wanted) for name, held, wanted in loaded["mismatched_keys"]]:
+        raise ValueError(
+            f"{folder} does not fit its config: {len(others)} of another shape ({few(others)}); {remedy}"
+        )
+    if missing := loaded["missing_keys"]:
+        raise ValueError(
+            f"{folder} does not fit its config: {len(missing)} tensors missing ({few(missing)}); {remedy}"
+        )
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken, fetch it again")
@@ -100,15 +106,20 @@ def read_config(folder: Path, source: Mapping[str, str] = {}) -> Any:
     except Exception as error:  # of as many kinds as there are settings, dataclasses and parsers behind them
         if source:
             name = source["gguf_file"]
-            raise ValueError(f"{folder / name} cannot be read: {_first_line(error)}") from error
+            raise ValueError(
+                f"{folder / name} cannot be read ({_first_line(error)}); fetch it again"
+            ) from error
         try:
             content = parsed((folder / "config.json").read_text(encoding="utf-8"))
             family, own_code = content.get("model_type"), "auto_map" in content
         except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as broken:
-            raise ValueError(f"{folder / 'config.json'} is no config: {_first_line(broken)}") from error
+            raise ValueError(
+                f"{folder / 'config.json'} is no config ({_first_line(broken)}); fetch it again, or correct it"
+            ) from error
         reason = "it brings code of its own, and none is run here" if own_code else _first_line(error)
         raise ValueError(
-            f"transformers cannot read the config of {folder} (model_type {family!r}): {reason}"
+            f"transformers cannot read the config of {folder} (model_type {family!r}): {reason}; "
+            "correct it, or give a checkpoint of an architecture that transformers has"
         ) from error
 
 

@@ -6,6 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from phasewise.model.config import ModelConfig
+from phasewise.model.fitting import misfit
 from phasewise.model.transformer import Transformer
 from phasewise.problems import first
 from phasewise.record import replacing
@@ -84,12 +85,13 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transform
             f"{folder / WEIGHTS} holds {name} in {str(dtype).removeprefix('torch.')}, in which nothing can be "
             "computed; store it in float32, bfloat16 or float16"
         )
+    if (problem := misfit(model.state_dict(), held)) is not None:
+        raise ValueError(
+            f"{folder / WEIGHTS} does not fit {CONFIG} beside it: {problem}; copy both again from one model"
+        )
     # Copied out of the mapped file, whose alignment would change the last bits of matrix products.
     weights = {name: weight.to(device, copy=True) for name, weight in held.items()}
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"{folder / WEIGHTS} does not fit {CONFIG} beside it: {error}") from error
+    model.load_state_dict(weights, assign=True)
     return model.eval()
 
 

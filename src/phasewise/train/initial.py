@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from phasewise.model import Transformer
+from phasewise.model.fitting import misfit
 from phasewise.model.folder import WEIGHTS, load
 
 
@@ -26,11 +27,12 @@ class Initial(BaseModel):
         """Give `model` these weights. Raises ValueError when they have changed or do not fit."""
         if _sha256(Path(self.folder)) != self.sha256:
             raise ValueError(f"the weights in {self.folder} have changed since the run began: restore them")
-        try:
-            model.load_state_dict(load(self.folder).state_dict())
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"the weights in {self.folder} are of another shape: {reason}") from error
+        weights = load(self.folder).state_dict()
+        if (problem := misfit(model.state_dict(), weights)) is not None:
+            raise ValueError(
+                f"the weights in {self.folder} do not fit the model to be trained: {problem}; give it their sizes"
+            )
+        model.load_state_dict(weights)
 
 
 def _sha256(folder: Path) -> str:
