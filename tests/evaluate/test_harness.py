@@ -45,7 +45,7 @@ def model():
 
 
 def harness(model, **options):
-    return Harness(model, Text(encode, decode, START, stop=ord("!")), device=CPU, **options)
+    return Harness(model, Text(encode, decode, START, stop=[ord("!")]), device=CPU, **options)
 
 
 def asked(kind, *arguments):

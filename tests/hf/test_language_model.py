@@ -3,7 +3,7 @@ import torch
 
 from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
 from phasewise.evaluate.slices import Split
-from phasewise.frequencies import NTK, DynamicYaRN, Explicit, Geometric, Linear, Llama3, YaRN
+from phasewise.frequencies import NTK, DynamicNTK, DynamicYaRN, Explicit, Geometric, Linear, Llama3, YaRN
 from phasewise.hf.language_model import open_language_model
 from phasewise.hf.settings import listed
 from phasewise.model import ModelConfig, Transformer, folder, rescaled
@@ -106,6 +106,43 @@ def test_windowed_layers_keep_their_rates_when_a_rule_is_served(tmp_path):
     assert torch.allclose(rates[0], Geometric(base=1e4).rates(16), rtol=1e-5)
     assert torch.allclose(rates[1], Geometric(base=1e6).rates(16) / 16, rtol=1e-5)
     assert model.frequencies == Linear(base=1e6, factor=16.0)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        YaRN(base=1e4, factor=4.0, original_length=64),
+        Llama3(base=1e4, factor=4.0, original_length=64),
+        DynamicNTK(base=1e4, factor=2.0, original_length=256),
+    ],
+    ids=lambda rule: rule.kind,
+)
+def test_a_config_with_an_original_length_of_its_own_does_not_change_the_rule_served(rule, tmp_path):
+    saved("phi3, longrope beyond its original length", tmp_path)
+    model = open_language_model(tmp_path, rule=rule)
+    assert model.frequencies == rule
+    layers = []
+    HFReader(model.network).read(TOKENS, lambda layer, *_: layers.append(layer.encoding.frequencies))
+    assert torch.allclose(layers[0].rates(8), rule.at(TOKENS.shape[1], 8).rates(8), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["phi3, longrope beyond its original length", "llama, dynamic"])
+def test_logits_of_a_row_depend_neither_on_rows_beside_it_nor_on_calls_before(name, tmp_path):
+    saved(name, tmp_path)
+    rows = [torch.arange(start, start + size)[None] % 64 for start, size in ((3, 20), (5, 300), (7, 280))]
+    alone = [open_language_model(tmp_path)(row) for row in rows]
+    model = open_language_model(tmp_path)
+    for row, expected in zip(reversed(rows), reversed(alone), strict=True):
+        model(torch.arange(400)[None] % 64)
+        assert torch.allclose(model(row), expected, atol=2e-5)
+    mask = torch.arange(300) < torch.tensor([[row.shape[1]] for row in rows])
+    padded = torch.zeros(3, 300, dtype=torch.int64)
+    padded[mask] = torch.cat(rows, 1)[0]
+    logits = model(padded, at=Positions.padded(mask))
+    hidden = model.hidden(padded, at=Positions.padded(mask))
+    for row, (size, expected) in enumerate(zip((20, 300, 280), alone, strict=True)):
+        assert torch.allclose(logits[row, :size], expected[0], atol=2e-5)
+        assert torch.allclose(model.logits(hidden[row : row + 1, :size]), expected, atol=2e-5)
 
 
 def test_partial_rotation_stays_partial_when_a_rule_is_served(tmp_path):

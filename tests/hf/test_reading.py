@@ -9,8 +9,8 @@ import torch
 
 from phasewise.encodings import NoPE, RoPE
 from phasewise.frequencies_hf import RopeSettings, from_hf
-from phasewise.positions import Positions
-from tests.hf.tiny import MODELS, tiny
+from phasewise.positions import Positions, visible
+from tests.hf.tiny import MODELS, SIZES, tiny
 
 transformers = pytest.importorskip("transformers", reason="reading checkpoints needs transformers")
 
@@ -118,9 +118,59 @@ def test_layer_without_rotation_reads_as_nope():
     assert kinds == [RoPE, NoPE]
 
 
+SMALL = {**SIZES, "head_dim": 16}
+HYBRID = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "expected"),
+    [
+        ("qwen3_next", HYBRID, [(3, None)]),
+        ("phimoe", {**SMALL, "sliding_window": 8, "num_local_experts": 2}, [(0, 8), (1, 8)]),
+        ("ministral3", {**SMALL, "sliding_window": None}, [(0, None), (1, None)]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_attention_of_the_layers_read_is_that_of_the_model(family, sizes, expected):
+    """Linear attention beside it, a window told by the mask alone, queries scaled by their place."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    layers, at = read(model), Positions.arange(TOKENS.shape[1])
+    assert [(layer.index, layer.window) for layer, _, _ in layers] == expected
+    with torch.no_grad():
+        paid = model(TOKENS, output_attentions=True, use_cache=False).attentions
+    for (layer, q, k), attention in zip(layers, paid, strict=True):
+        scores = layer.encoding.scores(q, k, at, at, scale=layer.scale)
+        seen = visible(at, at, window=layer.window)[:, None]
+        ours = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        assert torch.allclose(ours, attention, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
+        (
+            transformers.GPTNeoXJapaneseConfig(
+                hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+            ),
+            "GPTNeoXJapaneseAttention computes attention by itself",
+        ),
+        (
+            transformers.Llama4TextConfig(**SMALL, intermediate_size_mlp=16, num_local_experts=2),
+            "Llama4TextAttention is given rotations in another form",
+        ),
         (transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64), "gpt2"),
         (transformers.FalconConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2), "Falcon"),
     ],

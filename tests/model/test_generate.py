@@ -51,6 +51,12 @@ def test_a_stopped_row_holds_only_the_stop_token_and_the_end_comes_when_all_have
         assert torch.equal(stopped[row, :last], free[row, : stopped.shape[1]][:last])
         assert (stopped[row, last:] == stop).all()
     assert stopped.shape[1] == (max(end[0] for end in ends) + 1 if all(ends) else 12)
+    other = int(free[1, 4])
+    several = generate(model, prompt, length=12, stop=(stop, other))[:, 3:]
+    for row, made in zip(free, several, strict=True):
+        (ends_at,) = torch.isin(row, torch.tensor([stop, other])).nonzero()[:1].flatten().tolist() or [11]
+        assert torch.equal(made[: ends_at + 1], row[: several.shape[1]][: ends_at + 1])
+        assert (made[ends_at:] == row[ends_at]).all()
     alone = generate(model, prompt[:1], length=12, stop=stop)
     assert alone.shape[1] == 3 + ends[0][0] + 1
 

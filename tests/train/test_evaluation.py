@@ -233,6 +233,25 @@ def test_prefix_is_what_a_tokenizer_puts_before_text_and_not_what_it_puts_after(
     assert evaluation_plan._prefix(str(tmp_path / "tokenizer.json")) == prefix
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({}, None, ()),
+        ({"eos_token_id": 2}, None, (2,)),
+        ({"eos_token_id": [1, 106]}, None, (1, 106)),
+        ({"eos_token_id": 1}, {"eos_token_id": [1, 106]}, (1, 106)),
+        ({"eos_token_id": 1}, {"temperature": 1.0}, (1,)),
+    ],
+)
+def test_generation_stops_at_every_token_that_the_checkpoint_ends_with(
+    config, generation, expected, tmp_path
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert evaluation_plan._stop(tmp_path) == expected
+
+
 def test_bits_per_byte_count_the_space_before_the_first_scored_word(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -416,4 +435,6 @@ def test_continuing_by_a_cache_equals_asking_for_each_next_token(place, llama):
         assert made.tolist() == tokens[0, 5:].tolist()
         stop = made[3].item()
         first = made.tolist().index(stop) + 1
-        assert opened.continued(tokens[:, :5], length=8, stop=stop).tolist()[:first] == made.tolist()[:first]
+        assert (
+            opened.continued(tokens[:, :5], length=8, stop=[stop]).tolist()[:first] == made.tolist()[:first]
+        )

@@ -29,13 +29,13 @@ class Text:
     """How a model's text becomes tokens and back.
 
     before: tokens that stand before every text. start: the token that stands before one without context where
-    nothing else does. stop: the token that ends a text, if any.
+    nothing else does. stop: the tokens that end a text.
     """
 
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[np.ndarray], str]
     start: int
-    stop: int | None = None
+    stop: Sequence[int] = ()
     before: Sequence[int] = ()
 
 
@@ -144,7 +144,7 @@ class Harness(LM):
         made = self._continued(
             torch.tensor([tokens], device=self._device), options.get("max_gen_toks", MOST_GENERATED)
         )
-        said = self.text.decode(np.array(made[:-1] if made[-1:] == [self.text.stop] else made))
+        said = self.text.decode(np.array(made[:-1] if made and made[-1] in self.text.stop else made))
         self.on_rows(1)
         return said[: min((said.index(stop) for stop in until if stop in said), default=len(said))]
 
@@ -152,7 +152,7 @@ class Harness(LM):
         if isinstance(self.model, Continues):
             return self.model.continued(tokens, length=length, stop=self.text.stop).tolist()
         made: list[int] = []
-        while len(made) < length and made[-1:] != [self.text.stop]:
+        while len(made) < length and not (made and made[-1] in self.text.stop):
             ((*_, logits),) = sliced_logits(self.model, tokens, at=None, first=tokens.shape[1] - 1)
             made.append(int(logits[0, -1].argmax()))
             tokens = torch.cat([tokens, tokens.new_tensor([made[-1:]])], 1)

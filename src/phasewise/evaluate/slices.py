@@ -3,7 +3,7 @@
 Letters: B rows, T tokens, W width, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class Split(Protocol):
 class Continues(Protocol):
     """A model that continues a row greedily by itself, with a cache: the tokens [n] after `tokens` [1, T]."""
 
-    def continued(self, tokens: Tensor, *, length: int, stop: int | None = None) -> Tensor: ...
+    def continued(self, tokens: Tensor, *, length: int, stop: Sequence[int] = ()) -> Tensor: ...
 
 
 def sliced_logits(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from phasewise.device import floating, usable
 from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.frequencies import AnyFrequencies
-from phasewise.hf.settings import global_settings, native_length, write
+from phasewise.hf.settings import forget, global_settings, native_length, rules_by_length, turn_anew, write
 from phasewise.model import Transformer, rescaled
 from phasewise.model import folder as own
 from phasewise.model.generate import generate
@@ -97,8 +98,8 @@ class LanguageModel(nn.Module, ABC):
         """Logits [B, n, V] from any n places of what `hidden` gave."""
 
     @abstractmethod
-    def continued(self, tokens: Tensor, *, length: int, stop: int | None = None) -> Tensor:
-        """The likeliest continuation of `tokens` [1, T]: at most `length` tokens [n], by a cache, up to `stop`."""
+    def continued(self, tokens: Tensor, *, length: int, stop: Sequence[int] = ()) -> Tensor:
+        """The likeliest continuation of `tokens` [1, T]: at most `length` tokens [n], by a cache, up to a `stop`."""
 
 
 def open_language_model(
@@ -211,7 +212,7 @@ class _Own(LanguageModel):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.network.logits(hidden)
 
-    def continued(self, tokens: Tensor, *, length: int, stop: int | None = None) -> Tensor:
+    def continued(self, tokens: Tensor, *, length: int, stop: Sequence[int] = ()) -> Tensor:
         return generate(self.network, tokens, length=length, stop=stop)[0, tokens.shape[1] :]
 
 
@@ -250,17 +251,8 @@ class _HuggingFace(LanguageModel):
         shared = {id(parameter): parameter for parameter in self.network.parameters()}
         network = copy.deepcopy(self.network, shared)
         write(network.config, rule, self.head_dim)
-        rotary = {
-            name: module
-            for name, module in network.named_modules()
-            if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
-        }
-        device = next(self.parameters()).device
-        if not rotary:
+        if not turn_anew(network):
             raise ValueError(f"this {self.config.family} model keeps its rates where they cannot be changed")
-        for name, module in rotary.items():
-            anew: nn.Module = type(module)(network.config.get_text_config())
-            network.set_submodule(name, nn.Module.to(anew, device))
         return _HuggingFace(network)
 
     def reader(self, *, trained_length: int | None = None) -> Reader:
@@ -271,22 +263,34 @@ class _HuggingFace(LanguageModel):
         return HFReader(self.network)
 
     def forward(self, tokens: Tensor, *, at: Positions | None = None, keep: int | None = None) -> Tensor:
+        if self._lengths_differ(at):
+            return torch.cat([self(row, at=place, keep=keep) for row, place in _rows(tokens, at)])
+        forget(self.network)
         return self.network(
             input_ids=tokens, use_cache=False, logits_to_keep=keep or 0, **_places(tokens, at)
         ).logits
 
     def hidden(self, tokens: Tensor, *, at: Positions | None = None) -> Tensor:
+        if self._lengths_differ(at):
+            return torch.cat([self.hidden(row, at=place) for row, place in _rows(tokens, at)])
+        forget(self.network)
         body = self.network.base_model
         return body(input_ids=tokens, use_cache=False, **_places(tokens, at)).last_hidden_state
 
-    def continued(self, tokens: Tensor, *, length: int, stop: int | None = None) -> Tensor:
+    def _lengths_differ(self, at: Positions | None) -> TypeGuard[Positions]:
+        """Whether transformers would turn rows of several lengths at the rates of the longest."""
+        by_length = rules_by_length(self.network.config.get_text_config())
+        return at is not None and len(by_length) > 0 and len(set(at.index.amax(1).tolist())) > 1
+
+    def continued(self, tokens: Tensor, *, length: int, stop: Sequence[int] = ()) -> Tensor:
+        forget(self.network)
         generating: Any = self.network.generate
         made = generating(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=length,
             do_sample=False,
-            eos_token_id=stop,
+            eos_token_id=list(stop) or None,
             pad_token_id=0,
         )
         return made[0, tokens.shape[1] :]
@@ -302,6 +306,11 @@ class _HuggingFace(LanguageModel):
             return self.network(input_ids=unread, use_cache=False).logits
         finally:
             del body.forward
+
+
+def _rows(tokens: Tensor, at: Positions) -> Iterator[tuple[Tensor, Positions]]:
+    for row in range(len(tokens)):
+        yield tokens[row : row + 1], at.rows(slice(row, row + 1))
 
 
 def _places(tokens: Tensor, at: Positions | None) -> dict[str, Tensor]:

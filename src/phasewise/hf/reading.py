@@ -27,11 +27,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from phasewise.encodings import NoPE, RoPE
 from phasewise.frequencies import Explicit
+from phasewise.hf.settings import forget
 from phasewise.model.reading import Facts, Layer, Reader, Sink
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "gpt_neox")
 """Model types held to be read exactly by the tests; others are read when they are built the same way."""
 
+READ = f"read are {', '.join(FAMILIES)} and what is built like them"
 ROTATION = "position_embeddings"
 ASKING = "phasewise-asking"
 PROBE_TOKENS = 4
@@ -40,12 +42,19 @@ PROBE_TOKENS = 4
 class _Answer(Exception):
     """Raised to leave a layer as soon as it has told its queries and keys."""
 
-    def __init__(self, q: Tensor, k: Tensor, options: Mapping[str, Any]) -> None:
-        self.q, self.k, self.options = q, k, options
+    def __init__(self, q: Tensor, k: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> None:
+        self.q, self.k, self.mask, self.options = q, k, mask, options
 
 
-def _answer(_module: nn.Module, query: Tensor, key: Tensor, *_values: Any, **options: Any) -> None:
-    raise _Answer(query, key, options)
+def _answer(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    _value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> None:
+    raise _Answer(query, key, attention_mask, options)
 
 
 AttentionInterface.register(ASKING, _answer)
@@ -73,7 +82,8 @@ class HFReader(Reader):
             dtype=str(model.dtype).removeprefix("torch."),
             trained_length=trained_length(config),
         )
-        self._turnings: dict[nn.Module, _Turning] = {}
+        self._turnings: dict[nn.Module, _Turning | None] = {}
+        """Of each module that is given rotations; None for one that makes no use of them."""
 
     @torch.no_grad()
     def read(self, tokens: Tensor, sink: Sink) -> None:
@@ -83,10 +93,12 @@ class HFReader(Reader):
             call = _Call.of(module, args, kwargs)
             if call is None:
                 return
-            answer = call.ask(torch.ones_like(call.cos), torch.zeros_like(call.cos))
             if module not in self._turnings:
-                self._turnings[module] = _turning(call, self.facts.family)
+                self._turnings[module] = None if call.unused() else _turning(call, self.facts.family)
             turning = self._turnings[module]
+            if turning is None:
+                return
+            answer = call.ask(torch.ones_like(call.cos), torch.zeros_like(call.cos))
             reached.append(turning.layer.index)
             sink(turning.layer, turning.ordered(answer.q), turning.ordered(answer.k))
 
@@ -94,11 +106,12 @@ class HFReader(Reader):
             for module in _takers(self.model):
                 handle = module.register_forward_pre_hook(before, with_kwargs=True)
                 hooks.callback(handle.remove)
+            forget(self.model)
             self.model.base_model(input_ids=tokens.to(self.model.device), use_cache=False)
         if not reached:
             raise ValueError(
                 f"no layer of this {self.facts.family} model is given rotary positions: it has none, or its "
-                f"architecture is not read; read are {', '.join(FAMILIES)} and what is built like them"
+                f"architecture is not read; {READ}"
             )
 
     @torch.no_grad()
@@ -114,8 +127,8 @@ class HFReader(Reader):
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = _Call.of(module, args, kwargs)
-            if call is not None:
-                turning = self._turnings[module]
+            turning = None if call is None else self._turnings[module]
+            if call is not None and turning is not None:
                 cos, sin = (x[0][:, list(turning.entries)].double().cpu() for x in (call.cos, call.sin))
                 found.append(Rotation(turning.layer, cos, sin, half_split=turning.half_split))
 
@@ -123,6 +136,7 @@ class HFReader(Reader):
             for module in _takers(self.model):
                 handle = module.register_forward_pre_hook(before, with_kwargs=True)
                 hooks.callback(handle.remove)
+            forget(self.model)
             tokens, seen = torch.zeros_like(index)[None], torch.ones_like(index)[None]
             self.model.base_model(
                 input_ids=tokens, attention_mask=seen, position_ids=index[None], use_cache=False
@@ -186,6 +200,13 @@ class _Call:
         rotation = arguments.get(ROTATION)
         if rotation is None:
             return None
+        if not (
+            isinstance(rotation, tuple | list) and [isinstance(x, Tensor) for x in rotation] == [True] * 2
+        ):
+            raise ValueError(
+                f"{type(module).__name__} is given rotations in another form than cos and sin, and is not read; "
+                f"{READ}"
+            )
         first, second = rotation
         sin_first = not first[:, 0].any()  # at position 0, sin is 0 and cos is not
         cos, sin = (second, first) if sin_first else (first, second)
@@ -202,9 +223,29 @@ class _Call:
                 self.module.forward(*call.args, **call.kwargs)
         except _Answer as answer:
             return answer.with_traceback(None)  # its frames hold everything that the layer computed
-        raise ValueError(
+        raise self._by_itself()
+
+    def unused(self) -> bool:
+        """Whether the module has no attention of its own and rotations change nothing, as around linear attention.
+
+        Raises ValueError for one that is no module of transformers' attention interface and does use them.
+        """
+        if getattr(self.module, "config", None) is not None:
+            return False
+        one, zero = torch.ones_like(self.cos), torch.zeros_like(self.cos)
+        results = []
+        for rotation in ((one, zero), (zero, one)):
+            call = inspect.BoundArguments(self.signature, {**self.arguments, ROTATION: rotation})  # type: ignore[arg-type]
+            result = self.module.forward(*call.args, **call.kwargs)
+            results.append(result if isinstance(result, Tensor) else result[0])
+        if not torch.equal(*results):
+            raise self._by_itself()
+        return True
+
+    def _by_itself(self) -> ValueError:
+        return ValueError(
             f"{type(self.module).__name__} computes attention by itself, not through transformers' attention "
-            f"interface, and is not read; read are {', '.join(FAMILIES)} and what is built like them"
+            f"interface, and is not read; {READ}"
         )
 
 
@@ -239,11 +280,15 @@ def _turning(call: _Call, family: str) -> _Turning:
     if index is None or call.cos.ndim != 3:
         raise ValueError(f"{family} gives its layers rotations of another form and is not read")
     generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(1, PROBE_TOKENS, call.hidden.shape[-1], generator=generator).to(call.hidden)
-    one = torch.ones_like(call.cos[:1, :1]).expand(1, PROBE_TOKENS, -1).contiguous()
-    still, quarter = call.ask(one, one * 0, sample), call.ask(one * 0, one, sample)
-    counting = call.ask(one * 0, one * torch.arange(1, one.shape[-1] + 1).to(one), sample)
-    channels = [torch.cat([answer.q, answer.k], 1).flatten(0, 2) for answer in (still, quarter, counting)]
+    sample = torch.randn(PROBE_TOKENS, call.hidden.shape[-1], generator=generator)
+    # As long as what the layer is given: it may do more with each place than turn it.
+    rows, length = call.hidden.shape[:2]
+    hidden = sample.repeat(-(-length // PROBE_TOKENS), 1)[:length].expand(rows, -1, -1).to(call.hidden)
+    one, zero = torch.ones_like(call.cos), torch.zeros_like(call.cos)
+    numbers = one * torch.arange(1, one.shape[-1] + 1).to(one)
+    answers = [call.ask(*rotation, hidden) for rotation in ((one, zero), (zero, one), (zero, numbers))]
+    channels = [torch.cat([answer.q, answer.k], 1)[:1, :, :PROBE_TOKENS].flatten(0, 2) for answer in answers]
+    still = answers[0]
     pairs, passing = _pairs(channels[0].float(), channels[1].float(), family)
     if len(passing) == still.q.shape[-1]:
         rates, factor, entries = (), 1.0, []
@@ -256,10 +301,19 @@ def _turning(call: _Call, family: str) -> _Turning:
         index,
         _encoding(rates, factor, head_dim=still.q.shape[-1]),
         scale=still.options.get("scaling"),
-        window=still.options.get("sliding_window"),
+        window=still.options["sliding_window"] if "sliding_window" in still.options else _window(still.mask),
         softcap=still.options.get("softcap"),
     )
     return _Turning(layer, torch.tensor(order), tuple(entries))
+
+
+def _window(mask: Tensor | None) -> int | None:
+    """How many keys the last query sees where a layer is told by its mask [B, 1 or H, T, S] alone: all are None."""
+    if mask is None:
+        return None
+    last = mask[0, 0, -1]
+    seen = int((last if last.dtype == torch.bool else last == 0).sum())
+    return None if seen == len(last) else seen
 
 
 def _pairs(still: Tensor, quarter: Tensor, family: str) -> tuple[list[tuple[int, int]], list[int]]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import nn
+
 from phasewise.frequencies import AnyFrequencies, Explicit, LongRoPE
 from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
 
@@ -77,19 +79,51 @@ def global_settings(config: Any) -> list[RopeSettings]:
     return [value for layer, value in settings.items() if value is not None and layer != SLIDING]
 
 
+def rules_by_length(text: Any) -> set[str]:
+    """Which of the config's rules change rates with the length of a call: of "dynamic" and "longrope"."""
+    return {str(group.get("rope_type")) for group in _groups(text)} & {"dynamic", "longrope"}
+
+
+def forget(network: Any) -> None:
+    """Let the rates of a decoder's next call follow that call alone.
+
+    transformers' "dynamic" keeps those of the longest call so far for every call beyond the original length.
+    """
+    if "dynamic" in rules_by_length(network.config.get_text_config()):
+        turn_anew(network)
+
+
+def turn_anew(network: Any) -> bool:
+    """Build a decoder's modules that hold rates anew from its config; whether there are any."""
+    text = network.config.get_text_config()
+    rotary = {
+        name: module
+        for name, module in network.named_modules()
+        if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
+    }
+    for name, module in rotary.items():
+        anew: nn.Module = type(module)(text)
+        network.set_submodule(name, nn.Module.to(anew, network.device))
+    return len(rotary) > 0
+
+
 def native_length(text: Any) -> int | None:
     """The longest length that any part of the config names: a factor counts from the original length."""
     longest = getattr(text, "max_position_embeddings", None)
     if longest is None or not getattr(text, "rope_parameters", None):
         return longest
-    parameters = text.rope_parameters
-    groups = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
     extended = [
         round(group["original_max_position_embeddings"] * group["factor"])
-        for group in groups
+        for group in _groups(text)
         if group.get("original_max_position_embeddings") and group.get("factor")
     ]
     return max([longest, *extended])
+
+
+def _groups(text: Any) -> list[Mapping[str, Any]]:
+    """The rope parameters of each layer type, or the one set of them; none for a model without rates."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
 
 
 def write(config: Any, rule: AnyFrequencies, head_dim: int) -> None:
@@ -117,3 +151,8 @@ def write(config: Any, rule: AnyFrequencies, head_dim: int) -> None:
         written = to_hf(nested, head_dim=head_dim)
     for key, value in written.items():
         setattr(text, key, value)
+    original = getattr(rule, "original_length", None)
+    if original is not None and getattr(text, "original_max_position_embeddings", None) is not None:
+        text.original_max_position_embeddings = (
+            original  # Phi-3's own, which transformers puts before the rule's
+        )

@@ -3,6 +3,8 @@
 Letters: B batch rows, T prompt tokens, V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
-    stop: int | None = None,
+    stop: int | Sequence[int] | None = None,
     impl: Implementation = "auto",
 ) -> Tensor:
     """`tokens` [B, T] followed by `length` tokens of the model's own: int64 [B, T + length].
@@ -31,8 +33,8 @@ def generate(
     mask: bool [B, T], True at real tokens; shorter prompts are padded on the left.
     temperature: 0 takes the likeliest token; above it, tokens are drawn from softmax(logits / temperature),
     of the `top_k` likeliest, and of the fewest whose probabilities reach `top_p`. generator: seeds the draws.
-    stop: a row that produces this token holds nothing else after it, and fewer than `length` tokens are
-    added when every row has stopped.
+    stop: a row that produces this token, or one of these, holds nothing else after it, and fewer than `length`
+    tokens are added when every row has stopped.
 
     Raises ValueError for a model that would drop out, padding on the right, and options that do not apply.
 
@@ -46,16 +48,17 @@ def generate(
     pieces, new = [tokens], tokens
     at = None if mask is None else Positions.padded(mask)
     cache = Cache()
+    stops = torch.tensor([stop] if isinstance(stop, int) else [*(stop or ())], device=tokens.device)
     stopped = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     for _ in range(length):
         logits = model(new, at=at, cache=cache, keep=1, impl=impl)[:, -1]
         chosen = choose(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        if stop is not None:
-            chosen = torch.where(stopped, stop, chosen)
-            stopped = stopped | (chosen == stop)
+        if len(stops):
+            chosen = torch.where(stopped, new[:, -1], chosen)
+            stopped = torch.isin(chosen, stops)
         new, at = chosen[:, None], None
         pieces.append(new)
-        if stop is not None and bool(stopped.all()):
+        if len(stops) and bool(stopped.all()):
             break
     return torch.cat(pieces, dim=1)
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from phasewise.evaluate.tasks import Tasks
 
 UNUSED_TOKENS = 128
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,12 @@ class Plan:
 
         corpus = _text_of(subject)
         encode: Callable = corpus.encode  # type: ignore[assignment]
-        stop = _config(Path(subject.facts.folder)).get("eos_token_id")
-        stop = stop if isinstance(stop, int) else None
+        stop = _stop(Path(subject.facts.folder))
         newline = int(encode("\n")[-1])
         return Text(
             lambda text: encode(text).tolist(),
             corpus.decode,
-            start=newline if stop is None else stop,
+            start=stop[0] if stop else newline,
             stop=stop,
             before=subject.facts.prefix,
         )
@@ -204,9 +204,13 @@ def _prefix(tokenizer: str) -> tuple[int, ...]:
     return tuple(token for token, special in takewhile(lambda each: each[1], added))
 
 
-def _config(folder: Path) -> dict:
-    path = folder / CONFIG
-    return parsed(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _stop(folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text: one or several, of how the checkpoint is to generate or else of its config."""
+    for path in (folder / GENERATION, folder / CONFIG):
+        found = parsed(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)
+    return ()
 
 
 def _windows(recipe: EvaluateRecipe, corpus: Corpus) -> tuple[Windows, ...]:
