@@ -30,15 +30,14 @@ Grid = Mapping[str, tuple]
 STAGES = {"num_stages": (2, 3)}
 OF_QUERIES = ({"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8)}, STAGES)
 OF_KEYS = ({"BLOCK_M": (32, 64), "BLOCK_N": (64, 128), "num_warps": (4, 8)}, STAGES)
-TOGETHER = {"together": (4, 8, 16)}
+TOGETHER = {"together": (2, 4, 8, 16)}
 GRIDS: Mapping[str, tuple[Grid, ...]] = {
     "separable.forward": OF_QUERIES,
     "separable.hopper.forward": ({"BLOCK_N": (64, 128), "PARTS": (2, 3)}, {"K_STAGES": (2, 3)}),
     "separable.query_grad": OF_QUERIES,
     "separable.key_grad": OF_KEYS,
     "separable.score_grad": (TOGETHER,),
-    "separable.query_product": ({"BLOCK_N": (32, 64), "num_warps": (8, 16), "num_stages": (3, 4)}, TOGETHER),
-    "separable.key_product": ({"BLOCK_M": (32, 64), "num_warps": (8, 16), "num_stages": (3, 4)}, TOGETHER),
+    "separable.products": ({"BLOCK_K": (32, 64), "num_warps": (8, 16), "num_stages": (3, 4)}, TOGETHER),
     "tapa.forward": OF_QUERIES,
     "tapa.query_grad": OF_QUERIES,
     "tapa.key_grad": OF_KEYS,
@@ -341,7 +340,7 @@ class Family:
         for name in ("query_grad", "key_grad"):
             yield self.tile(name, back, **{"triton.backward": "triton"})
         if self.kind == "pope":
-            for name in ("score_grad", "query_product", "key_product"):
+            for name in ("score_grad", "products"):
                 yield self.tile(name, back, **{"triton.backward": "stored"})
             yield self.tile("flash.forward", partial(self.onward, "flash"))
             yield self.tile("flash.gradient", partial(self.back, "flash"), **{"flash.backward": "flash"})

@@ -120,8 +120,7 @@ def _table() -> Any:
             "separable.score_grad",
             BLOCK_M=Block, SIDE=Block, together=Count, optional={"STAGES": Count, **compiler},
         ),
-        _rows("separable.query_product", BLOCK_N=Block, together=Count, optional=compiler),
-        _rows("separable.key_product", BLOCK_M=Block, together=Count, optional=compiler),
+        _rows("separable.products", BLOCK_K=Block, together=Count, optional=compiler),
         _rows("separable.joint", STAGES=Count, AHEAD=bool, optional=registers),
         _rows(
             "separable.hopper.forward",

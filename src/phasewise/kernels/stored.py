@@ -2,8 +2,8 @@
 
 At widths (256, 128) the scores and dp cost 384 of the 1408 units of a two-pass backward, which makes them twice.
 Here one pass per key tile makes dv and writes ds, in the inputs' precision, to a buffer; dq = ds k and dk = ds^T q
-are then plain matrix products. Nothing is added atomically. For the static path: as many queries as keys, causal or
-full, no window.
+are then plain matrix products, made in one launch. Nothing is added atomically. For the static path: as many queries
+as keys, causal or full, no window.
 
 Letters as in `body`. The buffer holds ds^T in square blocks of SIDE keys by SIDE queries: for a head the blocks of
 its first queries with all visible blocks of keys, then those of the next queries. It takes the queries from the
@@ -160,15 +160,14 @@ def score_grad_kernel(
     tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), inside & (last == sides))
 
 
-@triton.jit(do_not_specialize=PLACES)
-def key_product_kernel(
-    ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, x_ptr, x_strides, angle_ptr, angle_row,
-    first, last, blocks, sides, heads, together, KEY_HEADS, GROUP, T, E, scale,
+@triton.jit
+def key_product(
+    tile, key_head, ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, x_ptr, x_strides, angle_ptr, angle_row,
+    first, last, blocks, sides, KEY_HEADS, GROUP, T, E, scale,
     CAUSAL: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of keys from dk [B, H / GROUP, T, E] = scale ds^T q, SIDE a program, BLOCK_M queries at a time."""
-    tile, key_head = place(tl.program_id(0), last if CAUSAL else sides, heads, together)
+    """A tile's gradient of keys, from dk [B, H / GROUP, T, E] = scale ds^T q, BLOCK_K queries at a time."""
     b = key_head // KEY_HEADS
     key = key_head % KEY_HEADS
     n = tile * SIDE
@@ -183,9 +182,9 @@ def key_product_kernel(
     for member in range(GROUP):
         h = key * GROUP + member
         head = b * KEY_HEADS * GROUP + h
-        for m in tl.range(low, high, BLOCK_M):
-            at = block_at(head, tile, m // SIDE, first, blocks, sides, SIDE, CAUSAL)
-            ds = ds_desc.load([at, m % SIDE])
+        for m in tl.range(low, high, BLOCK_K):
+            row = block_at(head, tile, m // SIDE, first, blocks, sides, SIDE, CAUSAL)
+            ds = ds_desc.load([row, m % SIDE])
             q = load_tile(q_desc, b, h, m)
             dk = tl.dot(ds, q, dk, input_precision="ieee")
     if sum_ptr is not None:
@@ -197,32 +196,64 @@ def key_product_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=PLACES)
-def query_product_kernel(
-    ds_desc, k_desc, dq_ptr, dq_strides, x_ptr, x_strides, angle_ptr, angle_row, phase_ptr, phases_ptr, phases_strides,
-    first, last, blocks, sides, heads, together, H, GROUP, T, E, scale,
+@triton.jit
+def query_product(
+    tile, head, ds_desc, k_desc, dq_ptr, dq_strides, x_ptr, x_strides, angle_ptr, angle_row, phase_ptr, phases_ptr,
+    phases_strides, first, last, blocks, sides, H, GROUP, T, E, scale,
     CAUSAL: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
-    BLOCK_N: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of queries from dq [B, H, T, E] = scale ds k, SIDE a program, BLOCK_N keys at a time, longest rows
-    first."""
-    before_last, head = place(tl.program_id(0), last - first, heads, together)
-    tile = last - 1 - before_last
+    """A tile's gradient of queries, from dq [B, H, T, E] = scale ds k, BLOCK_K keys at a time."""
     b = head // H
     h = head % H
     m = tile * SIDE
     # On its way while the product is made; a program that makes dk has no registers to spare for it.
     x = load_raw(x_ptr, x_strides, b.to(tl.int64), h, tile, T, KIND, SIDE, BLOCK_E)
     dq = tl.zeros([SIDE, BLOCK_E], tl.float32)
-    for n in tl.range(0, tl.minimum(m + SIDE, T) if CAUSAL else T, BLOCK_N):
-        at = block_at(head, n // SIDE, tile, first, blocks, sides, SIDE, CAUSAL)
-        ds = ds_desc.load([at + n % SIDE, 0])
+    for n in tl.range(0, tl.minimum(m + SIDE, T) if CAUSAL else T, BLOCK_K):
+        row = block_at(head, n // SIDE, tile, first, blocks, sides, SIDE, CAUSAL)
+        ds = ds_desc.load([row + n % SIDE, 0])
         k = load_tile(k_desc, b, h // GROUP, n)
         dq = tl.dot(ds.T, k, dq, input_precision="ieee")
     write(
         dq * scale, dq_ptr, dq_strides, x, angle_ptr, angle_row, phase_ptr, phases_ptr, phases_strides,
         b.to(tl.int64), h, tile, T, E, True, KIND, FAST, SIDE, BLOCK_E,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PLACES)
+def products_kernel(
+    q_ds_desc, k_desc, dq_ptr, dq_strides, q_raw_ptr, q_raw_strides, q_angle_ptr, q_angle_row,
+    phase_ptr, phases_ptr, phases_strides,
+    k_ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, k_raw_ptr, k_raw_strides, k_angle_ptr, k_angle_row,
+    first, last, blocks, sides, heads, together, KEY_HEADS, GROUP, T, E, scale,
+    CAUSAL: tl.constexpr, KIND: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_K: tl.constexpr, SIDE: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """`query_product`, longest rows first, then `key_product` of `together` heads of keys, before those of others.
+
+    In one launch, as the later parts of a long sequence have fewer programs of queries than there are processors.
+    """
+    at = tl.program_id(0)
+    several = together * (GROUP * (last - first) + (last if CAUSAL else sides))
+    first_head = at // several * together
+    here = tl.minimum(together, heads - first_head)
+    at %= several
+    programs = here * GROUP * (last - first)
+    if at < programs:
+        query_product(
+            last - 1 - at // (here * GROUP), first_head * GROUP + at % (here * GROUP),
+            q_ds_desc, k_desc, dq_ptr, dq_strides, q_raw_ptr, q_raw_strides, q_angle_ptr, q_angle_row,
+            phase_ptr, phases_ptr, phases_strides, first, last, blocks, sides, KEY_HEADS * GROUP, GROUP, T, E, scale,
+            CAUSAL, KIND, FAST, BLOCK_K, SIDE, BLOCK_E,
+        )  # fmt: skip
+    else:
+        at -= programs
+        key_product(
+            at // here, first_head + at % here,
+            k_ds_desc, q_desc, dk_ptr, dk_strides, sum_ptr, k_raw_ptr, k_raw_strides, k_angle_ptr, k_angle_row,
+            first, last, blocks, sides, KEY_HEADS, GROUP, T, E, scale, CAUSAL, KIND, FAST, BLOCK_K, SIDE, BLOCK_E,
+        )  # fmt: skip
 
 
 def score_grad(
@@ -311,14 +342,14 @@ def backward(
     rows, heads, length, width = q.shape
     key_heads, value_width = v.shape[1], v.shape[3]
     dq, dk, dv = into
-    meta, query_meta, key_meta = (
+    meta, product_meta = (
         launch(f"separable.{name}", q, qk=width, v=value_width, length=length)
-        for name in ("score_grad", "query_product", "key_product")
+        for name in ("score_grad", "products")
     )
-    side, block_m, query_n, key_m = meta["SIDE"], meta["BLOCK_M"], query_meta["BLOCK_N"], key_meta["BLOCK_M"]
+    side, block_m, block_k = meta["SIDE"], meta["BLOCK_M"], product_meta["BLOCK_K"]
     assert side % block_m == 0, "blocks are made up of whole tiles of queries"
-    assert side % query_n == 0, "blocks are made up of whole tiles of keys"
-    assert block_m % key_m == 0, "the key product reads only what was written"
+    assert side % block_k == 0, "blocks are made up of whole tiles of queries and of keys"
+    assert block_m % block_k == 0, "the products read only what was written"
     block_e, block_d = block_width(width), block_width(value_width)
     sides = ceil_div(length, side)
 
@@ -349,13 +380,10 @@ def backward(
             heads=rows * key_heads, KEY_HEADS=key_heads, PADDED=delta.shape[2], D=value_width,
             scale_log2=scale * math.log2(math.e), **(here | meta),
         )  # fmt: skip
-        key_product_kernel[(rows * key_heads * key_tiles,)](
-            stored(side, key_m), describe(q, key_m, block_e), dk, dk.stride(), dk_sum,
-            *((None,) * 4 if polar is None else polar.of_keys),
-            heads=rows * key_heads, KEY_HEADS=key_heads, **products, **here, **key_meta,
-        )  # fmt: skip
-        query_product_kernel[(rows * heads * (last - first),)](
-            stored(query_n, side), describe(k, query_n, block_e), dq, dq.stride(),
+        products_kernel[(rows * (heads * (last - first) + key_heads * key_tiles),)](
+            stored(block_k, side), describe(k, block_k, block_e), dq, dq.stride(),
             *((None,) * 7 if polar is None else polar.of_queries),
-            heads=rows * heads, H=heads, **products, **here, **query_meta,
+            stored(side, block_k), describe(q, block_k, block_e), dk, dk.stride(), dk_sum,
+            *((None,) * 4 if polar is None else polar.of_keys),
+            heads=rows * key_heads, KEY_HEADS=key_heads, **products, **here, **product_meta,
         )  # fmt: skip

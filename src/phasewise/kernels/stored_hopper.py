@@ -1,7 +1,8 @@
-"""`stored.score_grad_kernel` for compute capability 9.0: a warp that loads, two groups of warps that never meet.
+"""`stored.score_grad_kernel` for compute capability 9.0: a warp that loads, two groups of warps that take turns.
 
-Letters as in `stored`. Each group has 64 of the 128 keys of a program, so that one makes p and ds while the tensor
-cores work for the other. Beginning the scores of the next tile early was tried and is slower: see docs/log.md.
+Letters as in `stored`. Each group has 64 of the 128 keys of a program, whose values it keeps in registers, and begins
+its products after the other's, so that one makes p and ds while the tensor cores work for the other. Beginning the
+scores of the next tile early was tried and is slower: see docs/log.md.
 """
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
@@ -86,7 +87,7 @@ def load(
 
 @gluon.jit
 def score(
-    group, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
+    group, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty, turns,
     lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
     first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
     CAUSAL: gl.constexpr, SIDE: gl.constexpr,
@@ -104,7 +105,6 @@ def score(
     s = n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, dv_layout))
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dv_layout))
     k = tile_in(k_smem, group)
-    v = tile_in(v_smem, group)
     ds_tile = ds_smem.index(group)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, dv_layout)
     sum_at = (key_head.to(gl.int64) * sides * SIDE + s.to(gl.int64))[:, None] * BLOCK_D + d[None, :]
@@ -113,6 +113,7 @@ def score(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, score_layout)
     masked_up_to = gl.where(n + ROWS > T, T, n + ROWS - 1 if CAUSAL else 0)
     mbarrier.wait(keys_ready, 0)
+    v = tile_in(v_smem, group).load(gl.DotOperandLayout(0, score_layout, 2))
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, score_layout))
     step = 0
     for member in range(GROUP):
@@ -126,8 +127,10 @@ def score(
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             q = tile_in(q_smem, stage)
             dout = tile_in(dout_smem, stage)
+            mbarrier.wait(turns.index(group), (step & 1) ^ (1 - group))
             scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.arrive(turns.index(1 - group))
             scores = warpgroup_mma_wait(1, deps=[scores])
             if m < masked_up_to:
                 i = m + columns
@@ -185,19 +188,23 @@ def score_grad_kernel(
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # Of each group: the other one has begun its products of the step before, or of the same.
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_ready, count=1)
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(group), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
     gl.warp_specialize(
         [
             (score, (
-                0, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
+                0, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty, turns,
                 lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
                 first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2, CAUSAL, SIDE,
             )),
             (score, (
-                1, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty,
+                1, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty, turns,
                 lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
                 first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2, CAUSAL, SIDE,
             )),
