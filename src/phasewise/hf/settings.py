@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from phasewise.frequencies import AnyFrequencies, Explicit, LongRoPE
@@ -87,24 +88,33 @@ def rules_by_length(text: Any) -> set[str]:
 def forget(network: Any) -> None:
     """Let the rates of a decoder's next call follow that call alone.
 
-    transformers' "dynamic" keeps those of the longest call so far for every call beyond the original length.
+    transformers' "dynamic" keeps those of the longest call so far for every call from the original length on; only a
+    shorter one takes them back, as the one place that is asked for here.
     """
-    if "dynamic" in rules_by_length(network.config.get_text_config()):
-        turn_anew(network)
+    if "dynamic" not in rules_by_length(network.config.get_text_config()):
+        return
+    first = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
+    for module in _rotary(network).values():
+        kinds = module.rope_type
+        for kind in kinds if isinstance(kinds, Mapping) else (None,):
+            module(first.float(), first, *(() if kind is None else (kind,)))
 
 
 def turn_anew(network: Any) -> bool:
     """Build a decoder's modules that hold rates anew from its config; whether there are any."""
-    text = network.config.get_text_config()
-    rotary = {
-        name: module
-        for name, module in network.named_modules()
-        if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
-    }
+    text, rotary = network.config.get_text_config(), _rotary(network)
     for name, module in rotary.items():
         anew: nn.Module = type(module)(text)
         network.set_submodule(name, nn.Module.to(anew, network.device))
     return len(rotary) > 0
+
+
+def _rotary(network: Any) -> dict[str, Any]:
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
+    }
 
 
 def native_length(text: Any) -> int | None:
