@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from phasewise.encodings import RoPEConfig
+from phasewise.hf.language_model import open_language_model
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model.generate import generate
 
@@ -79,6 +80,20 @@ def test_loglikelihood_is_that_of_the_tokens_that_the_context_does_not_determine
         wanted, is_greedy = restated(model, before, after)
         assert likelihood == pytest.approx(wanted, rel=1e-5)
         assert greedy == is_greedy
+
+
+def test_a_checkpoint_that_turns_by_length_gives_each_row_its_own(tmp_path):
+    pytest.importorskip("transformers", reason="LongRoPE by transformers")
+    from tests.hf.tiny import tiny
+
+    tiny("phi3, longrope beyond its original length").save_pretrained(tmp_path)
+    text = Text(lambda text: [ord(letter) % 64 for letter in text], str, START)
+    cases = [("near", " by"), ("farther away than the original length of it", " still")]
+    found = []
+    for batch_tokens in (1, 4096):
+        opened = Harness(open_language_model(tmp_path), text, device=CPU, batch_tokens=batch_tokens)
+        found.append([likelihood for likelihood, _ in opened.loglikelihood(asked("loglikelihood", *cases))])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_greedy_is_told_of_the_continuation_that_the_model_makes(model):

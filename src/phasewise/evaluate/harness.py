@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from phasewise.evaluate.loss import NOT_SCORED, graded
 from phasewise.evaluate.slices import Continues, sliced_logits
+from phasewise.positions import Positions
 
 MOST_GENERATED = 256
 
@@ -131,7 +132,11 @@ class Harness(LM):
             whole = torch.tensor(row.tokens)
             tokens[number, : len(whole) - 1] = whole[:-1]
             targets[number, row.first - 1 : len(whole) - 1] = whole[row.first :]
-        losses, right = graded(self.model, tokens.to(self._device), targets.to(self._device), at=None)
+        lengths = torch.tensor([[len(row.tokens) - 1] for row in rows])
+        real = torch.arange(tokens.shape[1]) < lengths
+        # Some checkpoints turn by the length of a row, which is then not that of the longest beside it.
+        at = None if bool(real.all()) else Positions.padded(real).to(self._device)
+        losses, right = graded(self.model, tokens.to(self._device), targets.to(self._device), at=at)
         return zip((-losses.double().sum(1)).tolist(), right.all(1).tolist(), strict=True)
 
     @torch.no_grad()
