@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
 
+from phasewise.hf.checkpoint import load
 from phasewise.hf.language_model import open_language_model
 from phasewise.lens.capture import open_checkpoint
 from phasewise.lens.doctor.examine import doctor
@@ -35,6 +36,16 @@ def test_a_config_that_transformers_cannot_use_is_refused_in_one_sentence(copy, 
         opener(copy)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
+def test_a_cut_shard_is_refused_by_name(copy, opener):
+    load(copy).save_pretrained(copy, max_shard_size="50KB")
+    (copy / "model.safetensors").unlink(missing_ok=True)
+    cut = sorted(copy.glob("model-*.safetensors"))[1]
+    cut.write_bytes(cut.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=rf"{cut.name} cannot be loaded \(.*\); fetch them again"):
+        opener(copy)
 
 
 def test_rates_that_are_no_numbers_are_refused_with_what_to_correct(copy):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -37,7 +37,7 @@ def load(
     source = _source(folder)
     config = read_config(folder, source)
     if not source:
-        _require_weights(folder)
+        require_weights(folder)
     with _quiet():
         try:
             both: Any = AutoModelForCausalLM.from_pretrained(
@@ -123,21 +123,35 @@ def read_config(folder: Path, source: Mapping[str, str] = {}) -> Any:
         ) from error
 
 
-def _require_weights(folder: Path) -> None:
+def require_weights(folder: Path) -> None:
+    """See that every file of weights is there, and every one of safetensors whole. Raises ValueError.
+
+    Only lengths and headers are read.
+    """
     index = next((name for name in INDEXES if (folder / name).is_file()), None)
     if index is None:
-        if any((folder / name).is_file() for name in WHOLE):
-            return
-        raise ValueError(
-            f"{folder} has a config.json but no weights: it needs one of {', '.join([*WHOLE, *INDEXES])}"
-        )
-    try:
-        shards = set(parsed((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / index} does not say which shards there are; fetch it again") from error
-    absent = sorted(shard for shard in shards if not (folder / shard).is_file())
-    if absent:
-        raise ValueError(f"{folder} lacks {', '.join(absent)}, which {index} lists; fetch it again")
+        files = [name for name in WHOLE if (folder / name).is_file()][:1]
+        if not files:
+            raise ValueError(
+                f"{folder} has a config.json but no weights: it needs one of {', '.join([*WHOLE, *INDEXES])}"
+            )
+    else:
+        try:
+            files = sorted(set(parsed((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{folder / index} does not say which shards there are; fetch it again"
+            ) from error
+        if absent := [name for name in files if not (folder / name).is_file()]:
+            raise ValueError(f"{folder} lacks {few(absent)}, which {index} lists; fetch it again")
+    for path in (folder / name for name in files if name.endswith(".safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"the weights in {path} cannot be loaded ({_first_line(error)}); fetch them again"
+            ) from error
 
 
 @contextmanager
