@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 PADDING = -1
-FURTHEST = 2**62  # the widest window: beside a position it still fits int64
+FURTHEST = 2**62  # of windows and places: two of them still fit int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,7 @@ class Positions:
     def arange(cls, length: int, *, start: int = 0, device: torch.device | str | None = None) -> Positions:
         """`length` consecutive places from `start`, one row, one segment; ValueError for a length below 0."""
         _check_counts("length", [length])
+        _check_reach("start", start)
         index = torch.arange(start, start + length, device=device)[None]
         return cls(index, torch.zeros_like(index))
 
@@ -149,6 +150,7 @@ class Positions:
             raise ValueError(f"places on {past.axes} axes have no single continuation; give the next places")
         if past.length == 0:
             raise ValueError("an empty past has nothing to continue; use Positions.arange(length)")
+        _check_counts("length", [length])
         place = torch.arange(1, past.length + 1, device=past.device)
         last = torch.where(past.segment >= 0, place, 0).amax(1, keepdim=True)
         row = (last - 1).clamp(min=0)
@@ -160,7 +162,9 @@ class Positions:
     def cat(cls, first: Positions, second: Positions) -> Positions:
         """The places of `first` followed by those of `second`, row by row."""
         if first.axes != second.axes:
-            raise ValueError(f"places on {first.axes} and on {second.axes} axes do not join")
+            raise ValueError(
+                f"places on {first.axes} and on {second.axes} axes do not join; give both on the same axes"
+            )
         rows = max(first.batch, second.batch)
         first, second = first.expand(rows), second.expand(rows)
         return cls(
@@ -187,7 +191,7 @@ class Positions:
         """The places `start` to `start + length` of every row; ValueError beyond the last place."""
         if not 0 <= start <= start + length <= self.length:
             raise ValueError(
-                f"places {start} to {start + length} are not all among the {self.length} there are"
+                f"places {start} to {start + length} are not all among the {self.length} there are; ask for fewer"
             )
         return Positions(self.index.narrow(1, start, length), self.segment.narrow(1, start, length))
 
@@ -245,6 +249,13 @@ def _check_counts(name: str, counts: Sequence[int]) -> None:
         raise ValueError(f"{name} must be whole numbers, but is a tensor; use .tolist()")
     if not all(is_whole(count) and count >= 0 for count in counts):
         raise ValueError(f"{name} must be whole numbers from 0, but is {list(counts)}")
+    _check_reach(name, *counts)
+
+
+def _check_reach(name: str, *values: int) -> None:
+    """Raise ValueError for a number so far from 0 that places do not hold it; one that is traced has no value yet."""
+    if any(isinstance(value, int) and abs(value) > FURTHEST for value in values):
+        raise ValueError(f"{name} must be at most {FURTHEST} from 0, but is {', '.join(map(str, values))}")
 
 
 def check_view(q_at: Positions, k_at: Positions, window: int | None) -> None:

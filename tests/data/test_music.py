@@ -115,7 +115,7 @@ def test_files_that_hold_no_chorales_say_what_is_wrong(tmp_path: Path) -> None:
     refused(write_json(tmp_path / "none.json", [[]]), r"must be \[steps, 4\], but is \(0, 4\)")
     refused(
         write_json(tmp_path / "high.json", [[[109, 60, 60, 60]]]),
-        "go from 60 to 109, beyond a piano's 21 to 108",
+        "go from 60 to 109, beyond a piano's 21 to 108; transpose them",
     )
     refused(
         write_json(tmp_path / "part.json", [], counts=(9, 76, 77)),

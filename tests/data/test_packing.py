@@ -79,7 +79,7 @@ def test_a_packed_batch_is_a_pure_function_of_seed_and_step() -> None:
     ("sizes", "task", "message"),
     [
         ([7, 5], Task(row_length=8), "numbered has whole examples of one answer each; leave packed out"),
-        ([1, 1], None, "no document in the train split of numbered has two tokens"),
+        ([1, 1], None, "no document in the train split of numbered has two tokens; give longer ones"),
     ],
 )
 def test_rows_that_cannot_be_packed_say_why(sizes: list[int], task: Task | None, message: str) -> None:

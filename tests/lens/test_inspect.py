@@ -119,7 +119,7 @@ def test_no_tensor_grows_with_the_square_of_the_context():
     ("kinds", "said"), [((ALiBiConfig(),), "alibi"), ((NoPEConfig(), ALiBiConfig()), "alibi, nope")]
 )
 def test_model_without_frequencies_is_refused(kinds, said):
-    with pytest.raises(ValueError, match=f"no frequencies and no phases \\({said}\\)"):
+    with pytest.raises(ValueError, match=f"no frequencies and no phases \\({said}\\); give one with"):
         inspect(reader(*kinds), corpus())
 
 

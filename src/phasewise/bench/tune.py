@@ -204,7 +204,7 @@ def tune(chains: Chains, journal: Path, *, only: Sequence[str] = ("",)) -> list[
     ValueError without a CUDA device, for a part of no name, a journal that is none, and beside another tuning.
     """
     if not torch.cuda.is_available():
-        raise ValueError("tuning measures a CUDA device and there is none")
+        raise ValueError("tuning measures a CUDA device and there is none; leave --tune out")
     with sole_writer(), tempfile.TemporaryDirectory() as folder:
         ready(journal)
         planned = chains()

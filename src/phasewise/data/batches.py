@@ -88,7 +88,9 @@ def batch(
 
     if packed:
         if documents.longest < 2:
-            raise ValueError(f"no document in the {split} split of {corpus.name} has two tokens")
+            raise ValueError(
+                f"no document in the {split} split of {corpus.name} has two tokens; give longer ones"
+            )
         return Batch(*pack(documents, random, context=context, rows=batch_size))
     _require_fits(corpus, split, context, documents.longest - 1)
     chosen, starts, _ = documents.draw(random, batch_size, context)

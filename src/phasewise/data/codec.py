@@ -97,7 +97,9 @@ def defined_codec(name: str, definition: str) -> Codec:
     try:
         return _of(name, _tokenizers(name).Tokenizer.from_str(definition))
     except Exception as error:  # tokenizers raises bare Exception
-        raise ValueError(f"the stored tokenizer {name} is damaged: {error}") from error
+        raise ValueError(
+            f"the stored tokenizer {name} is damaged ({error}); restore it from a copy, or tokenise again"
+        ) from error
 
 
 def _tokenizers(name: str) -> ModuleType:

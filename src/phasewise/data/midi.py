@@ -70,7 +70,9 @@ def remi_codec(definition: str | None = None) -> Codec:
     try:
         names = {number: name for name, number in json.loads(vocabulary).items()}
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"the stored vocabulary is damaged: {error}") from error
+        raise ValueError(
+            f"the stored vocabulary is damaged ({error}); restore it from a copy, or tokenise again"
+        ) from error
 
     def encode(files: Sequence[bytes]) -> list[np.ndarray]:
         tokenizer = _tokenizer()

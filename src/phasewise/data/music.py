@@ -127,7 +127,7 @@ def _checked(piece: np.ndarray) -> np.ndarray:
     if sounding.size and not LOWEST_PITCH <= sounding.min() <= sounding.max() <= HIGHEST_PITCH:
         raise ValueError(
             f"pitches go from {sounding.min()} to {sounding.max()}, "
-            f"beyond a piano's {LOWEST_PITCH} to {HIGHEST_PITCH}"
+            f"beyond a piano's {LOWEST_PITCH} to {HIGHEST_PITCH}; transpose them"
         )
     return piece
 

@@ -52,7 +52,9 @@ class ALiBi(Joint):
     def check(self, num_heads: int, head_dim: int, axes: int) -> None:
         one_axis("ALiBi", axes)
         if num_heads != self.num_heads:
-            raise ValueError(f"this ALiBi has {self.num_heads} heads, but q has {num_heads}")
+            raise ValueError(
+                f"this ALiBi has {self.num_heads} heads, but q has {num_heads}; use ALiBi(num_heads={num_heads})"
+            )
 
     def penalty(self, q_at: Positions, k_at: Positions, dtype: torch.dtype) -> Tensor:
         """m_h |t - s| as `dtype` [B or 1, H, T, S]."""

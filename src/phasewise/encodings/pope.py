@@ -111,7 +111,7 @@ class PoPE(Spectral):
         if (num_heads, head_dim) != tuple(self.phase.shape):
             raise ValueError(
                 f"this PoPE has {self.phase.shape[0]} heads of width {self.phase.shape[1]}, "
-                f"but q has {num_heads} of width {head_dim}"
+                f"but q has {num_heads} of width {head_dim}; use num_heads={num_heads}, head_dim={head_dim}"
             )
         if axes != self.axes:
             raise ValueError(

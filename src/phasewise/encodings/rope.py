@@ -58,7 +58,9 @@ class RoPE(Spectral):
     def check(self, num_heads: int, head_dim: int, axes: int) -> None:
         one_axis("RoPE", axes)
         if head_dim != self.head_dim:
-            raise ValueError(f"this RoPE has head_dim {self.head_dim}, but q and k are {head_dim} wide")
+            raise ValueError(
+                f"this RoPE has head_dim {self.head_dim}, but q and k are {head_dim} wide; use head_dim={head_dim}"
+            )
 
     def turn_queries(self, q: Tensor, angle: Tensor, gain: Tensor | float) -> Tensor:
         return self._turn(q, angle, gain)

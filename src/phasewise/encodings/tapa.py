@@ -85,7 +85,9 @@ class TAPA(Joint):
     def check(self, num_heads: int, head_dim: int, axes: int) -> None:
         one_axis("TAPA", axes)
         if head_dim != self.head_dim:
-            raise ValueError(f"this TAPA has head_dim {self.head_dim}, but q and k are {head_dim} wide")
+            raise ValueError(
+                f"this TAPA has head_dim {self.head_dim}, but q and k are {head_dim} wide; use head_dim={head_dim}"
+            )
 
     def scores(
         self, q: Tensor, k: Tensor, q_at: Positions, k_at: Positions, *, scale: float | None = None

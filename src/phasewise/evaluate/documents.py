@@ -42,7 +42,7 @@ def local(name: str) -> Local | None:
         return None
     path = Path(given).expanduser()
     if not path.exists():
-        raise ValueError(f"no file or folder {path} for task {task}")
+        raise ValueError(f"no file or folder {path} for task {task}: it takes {READ}")
     try:
         members = dict(_members(task, path))
     except (OSError, ValueError, KeyError, tarfile.TarError, lzma.LZMAError) as error:

@@ -53,7 +53,7 @@ def _own(
     model = own.load(folder, device=device)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken")
+            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken, copy it again")
     if dtype is not None:
         model.to(dtype)
     if trained_length is None:

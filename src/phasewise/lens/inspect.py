@@ -133,7 +133,10 @@ def inspect(
             reader.read(row, sink)
             if not meters:
                 kinds = ", ".join(sorted(other))
-                raise ValueError(f"the model's positions have no frequencies and no phases ({kinds})")
+                raise ValueError(
+                    f"the model's positions have no frequencies and no phases ({kinds}); "
+                    "give one with RoPE, PoPE or TAPA"
+                )
             rows_read, tokens = rows_read + 1, tokens + row.shape[1]
     lengths = {"trained": facts.trained_length, "wanted": request.wanted_length}
     return Inspection(

@@ -153,7 +153,10 @@ def _rates(config: ModelConfig) -> AnyFrequencies | None:
         encoding.frequencies for encoding in config.encodings if isinstance(encoding, RoPEConfig | PoPEConfig)
     ]
     if any(rule != rules[0] for rule in rules):
-        raise ValueError("the checkpoint's layers have different rules, and one would replace them all")
+        raise ValueError(
+            f"the checkpoint's layers have different rules ({'; '.join(map(str, dict.fromkeys(rules)))}), "
+            "and one would replace them all; give a checkpoint whose layers share one"
+        )
     return rules[0] if rules else None
 
 

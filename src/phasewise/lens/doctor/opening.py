@@ -105,7 +105,7 @@ def _of_own(
     model = own_folder.load(path, device=device)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(f"{name} in {path} is not finite; the checkpoint is broken")
+            raise ValueError(f"{name} in {path} is not finite; the checkpoint is broken, copy it again")
     if precision is not None:
         model.to(precision)
     patient = _own_patient(model, trained_length)
@@ -142,7 +142,9 @@ def read_config(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}; fetch it again, or correct it") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__}, not the settings of a model")
+        raise ValueError(
+            f"{path} holds {type(content).__name__}, not the settings of a model; give a config.json"
+        )
     return content
 
 
