@@ -39,6 +39,7 @@ def saved(tmp_path, name):
 )
 def test_transformers_serves_the_rule_from_linked_weights(tmp_path, name, rule, length):
     folder, out = saved(tmp_path, name), tmp_path / "out"
+    (folder / "tokenizer.json").write_text("{}")
     written = rewrite(asked(folder, rule, length=(length,)), out)
     tokens = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(out)
@@ -46,6 +47,8 @@ def test_transformers_serves_the_rule_from_linked_weights(tmp_path, name, rule, 
     torch.testing.assert_close(model(tokens).logits, expected(tokens), rtol=1e-4, atol=1e-4)
     assert model.config.max_position_embeddings == length
     assert os.path.samefile(out / "model.safetensors", folder / "model.safetensors")
+    (out / "tokenizer.json").write_text("changed")
+    assert (folder / "tokenizer.json").read_text() == "{}"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,24 @@ def test_transformers_serves_the_rule_from_linked_weights(tmp_path, name, rule, 
 def test_what_is_not_done_for_hugging_face_is_said(llama, tmp_path, rule, changes, message):
     with pytest.raises(ValueError, match=message):
         rewrite(asked(llama, rule, **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda shard: shard.unlink(), "lacks model-00002-of-0000"),
+        (
+            lambda shard: shard.write_bytes(shard.read_bytes()[:-10]),
+            r"model-00002-of-0000\d.* cannot be loaded",
+        ),
+    ],
+)
+def test_weights_that_are_not_whole_are_not_passed_on(tmp_path, damage, message):
+    tiny("llama").save_pretrained(tmp_path / "first", max_shard_size="50KB")
+    damage(next((tmp_path / "first").glob("model-00002-*.safetensors")))
+    with pytest.raises(ValueError, match=message):
+        rewrite(asked(tmp_path / "first", "yarn"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -51,8 +51,9 @@ def extend(arguments: Sequence[str]) -> int:
     if is_hugging_face(inside(recipe.checkpoint)):
         rule = rewrite(recipe, options.out)
         print(
-            f"{options.out} is {recipe.checkpoint} with {rule}: its weights are linked, and nothing was trained or "
-            "measured. Fine-tune it with your own trainer; `phasewise evaluate` measures it."
+            f"{options.out} is {recipe.checkpoint} with the rule {rule.model_dump_json()}: its weights are linked, "
+            "and nothing was trained or measured. Fine-tune it with your own trainer, which should save elsewhere "
+            "than over linked weights; `phasewise evaluate` measures it."
         )
         return 0
     here = join(options.device)

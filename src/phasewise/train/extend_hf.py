@@ -12,19 +12,22 @@ from phasewise.train.folder import require_free
 from phasewise.train.rules import Present, Search
 
 CONFIG = "config.json"
+WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack")
 
 
 def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     """Write a folder like the recipe's checkpoint whose config serves its length, and give the rule in it.
 
-    Every other file is linked, or copied where the disk has no links. Nothing is trained or measured: that is for
-    other programs, or `phasewise evaluate`.
+    Weights are linked, or copied where the disk has no links; all other files are copied, since who saves a
+    tokenizer there would write through a link. Nothing is trained or measured: that is for other programs, or
+    `phasewise evaluate`.
 
-    Raises ValueError without transformers, for steps, a search, several lengths, a length not above the one
-    the config serves, a config without rates, and a rule that does not start from its rates.
+    Raises ValueError without transformers, for steps, a search, several lengths, weights that are not whole, a
+    length not above the one the config serves, a config without rates, and a rule that does not start from
+    its rates.
     """
     try:
-        from phasewise.hf.checkpoint import read_config
+        from phasewise.hf.checkpoint import read_config, require_weights
         from phasewise.hf.settings import global_settings, native_length, write
     except ModuleNotFoundError as error:
         raise ValueError(
@@ -39,11 +42,14 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG} to rewrite; give a folder of safetensors")
     require_free(out)
+    require_weights(folder)
     config = read_config(folder)
     text, length = config.get_text_config(), recipe.length[0]
     settings, served = global_settings(config), native_length(text)
     if not settings or served is None:
-        raise ValueError(f"the config in {folder} has no rates and length to change")
+        raise ValueError(
+            f"the config in {folder} has no rates and length to change; give a model with rotary positions"
+        )
     if length <= served:
         raise ValueError(f"length {length} is not above {served}, which {folder} serves: choose a longer one")
     rule = way.at(Present(settings[0].frequencies, served), length)
@@ -55,7 +61,7 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name != CONFIG:
-            _link(path, out / path.name)
+            _bring(path, out / path.name)
     with replacing(out / CONFIG) as unfinished:
         unfinished.write_text(config.to_json_string(), encoding="utf-8")
     return rule
@@ -71,8 +77,11 @@ def _require_read_back(config: object, rule: AnyFrequencies) -> None:
         )
 
 
-def _link(path: Path, to: Path) -> None:
-    try:
-        os.link(path.resolve(), to)
-    except OSError:
-        shutil.copy2(path, to)
+def _bring(path: Path, to: Path) -> None:
+    if path.suffix in WEIGHTS:
+        try:
+            os.link(path.resolve(), to)
+            return
+        except OSError:  # another disk, or one without links
+            pass
+    shutil.copy2(path, to)
