@@ -258,7 +258,7 @@ def products_kernel(
 
 def score_grad(
     grid: tuple[int], q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-    stored: Callable[[int, int], TensorDescriptor], pointers: tuple, **numbers: Any,
+    stored: Callable[[int, int], TensorDescriptor], rows: tuple[Tensor, Tensor], into: tuple, **numbers: Any,
 ) -> None:  # fmt: skip
     """`score_grad_kernel`, or what takes its place where the hardware has more to offer."""
     hopper = capability(q.device) == (9, 0)
@@ -269,11 +269,16 @@ def score_grad(
         describe(dout, block_m, block_d), stored(keys, block_m),
     )  # fmt: skip
     if hopper:
-        from phasewise.kernels import stored_hopper
+        from phasewise.kernels import stored_hopper, tapa_joint
 
-        stored_hopper.score_grad_kernel[grid](*map(stored_hopper.laid_out, descriptors), *pointers, **numbers)
+        statistics = (tapa_joint.tiled(x.flatten(0, 1), (1, block_m)) for x in rows)
+        stored_hopper.score_grad_kernel[grid](
+            *map(stored_hopper.laid_out, descriptors), *statistics, *into, **numbers
+        )
     else:
-        score_grad_kernel[grid](*descriptors, *pointers, BLOCK_D=block_d, **numbers)
+        score_grad_kernel[grid](
+            *descriptors, *rows, *into, PADDED=rows[0].shape[2], BLOCK_D=block_d, **numbers
+        )
 
 
 class Polar(NamedTuple):
@@ -376,8 +381,8 @@ def backward(
         here = {"first": first, "last": last, "blocks": blocks, **shared}
         key_tiles = last if causal else sides
         score_grad(
-            (rows * key_heads * key_tiles,), q, k, v, dout, stored, (lse2, delta, dv, dv.stride(), dv_sum),
-            heads=rows * key_heads, KEY_HEADS=key_heads, PADDED=delta.shape[2], D=value_width,
+            (rows * key_heads * key_tiles,), q, k, v, dout, stored, (lse2, delta), (dv, dv.stride(), dv_sum),
+            heads=rows * key_heads, KEY_HEADS=key_heads, D=value_width,
             scale_log2=scale * math.log2(math.e), **(here | meta),
         )  # fmt: skip
         products_kernel[(rows * (heads * (last - first) + key_heads * key_tiles),)](

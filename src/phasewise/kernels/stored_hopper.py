@@ -1,8 +1,8 @@
 """`stored.score_grad_kernel` for compute capability 9.0: a warp that loads, two groups of warps that take turns.
 
-Letters as in `stored`. Each group has 64 of the 128 keys of a program, whose values it keeps in registers, and begins
-its products after the other's, so that one makes p and ds while the tensor cores work for the other. Beginning the
-scores of the next tile early was tried and is slower: see docs/log.md.
+Letters as in `stored`. Each group has 64 of the 128 keys of a program, keeps their values and half of their channels
+in registers, and begins its products after the other's, so that one makes p and ds while the tensor cores work for
+the other. Beginning the scores of the next tile early was tried and is slower: see docs/log.md.
 """
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
@@ -59,10 +59,10 @@ def place(at, tiles, heads, together):
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, dout_desc, k_smem, v_smem, q_smem, dout_smem, keys_ready, full, empty,
-    b, key, n, low, high, GROUP,
+    q_desc, k_desc, v_desc, dout_desc, row_descs, k_smem, v_smem, q_smem, dout_smem, row_smem, keys_ready, full, empty,
+    b, key, heads, n, low, high, GROUP,
 ):  # fmt: skip
-    """Keys and values once; then tile by tile queries and output gradients, as soon as their stage is free."""
+    """Keys and values once; then tile by tile what belongs to queries, as soon as their stage is free."""
     mbarrier.expect(keys_ready, GROUPS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for group in gl.static_range(GROUPS):
         tma.async_copy_global_to_shared(
@@ -73,23 +73,29 @@ def load(
         )
     BLOCK_M: gl.constexpr = q_desc.block_shape[2]
     STAGES: gl.constexpr = q_smem.shape[0]
+    BYTES: gl.constexpr = (
+        q_desc.block_type.nbytes + dout_desc.block_type.nbytes + 2 * row_descs[0].block_type.nbytes
+    )
     step = 0
     for h in range(key * GROUP, key * GROUP + GROUP):
         for m in range(low, high, BLOCK_M):
             stage = step % STAGES
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-            mbarrier.expect(ready, q_desc.block_type.nbytes + dout_desc.block_type.nbytes)
+            mbarrier.expect(ready, BYTES)
             tma.async_copy_global_to_shared(q_desc, [b, h, m, 0], ready, q_smem.index(stage))
             tma.async_copy_global_to_shared(dout_desc, [b, h, m, 0], ready, dout_smem.index(stage))
+            at = [b * heads * GROUP + h, m]
+            for part in gl.static_range(2):
+                tma.async_copy_global_to_shared(row_descs[part], at, ready, row_smem[part].index(stage))
             step += 1
 
 
 @gluon.jit
 def score(
-    group, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty, turns,
-    lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
-    first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
+    group, ds_desc, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, keys_ready, full, empty, turns,
+    dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
+    first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2,
     CAUSAL: gl.constexpr, SIDE: gl.constexpr,
 ):  # fmt: skip
     """dv of 64 keys, and their part of ds^T."""
@@ -113,22 +119,26 @@ def score(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, score_layout)
     masked_up_to = gl.where(n + ROWS > T, T, n + ROWS - 1 if CAUSAL else 0)
     mbarrier.wait(keys_ready, 0)
-    v = tile_in(v_smem, group).load(gl.DotOperandLayout(0, score_layout, 2))
+    # As much as registers hold, so that the tensor cores wait for shared memory less.
+    held: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
+    HALF: gl.constexpr = k.shape[1] // 2
+    first_k = k.slice(0, HALF, dim=1).load(held)
+    second_k = k.slice(HALF, HALF, dim=1)
+    v = tile_in(v_smem, group).load(held)
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, score_layout))
     step = 0
     for member in range(GROUP):
         head = (b * KEY_HEADS + key) * GROUP + member
-        lse2_at = lse2_ptr + head.to(gl.int64) * PADDED + columns
-        delta_at = delta_ptr + head.to(gl.int64) * PADDED + columns
         for m in range(low, high, BLOCK_M):
-            lse2 = gl.load(lse2_at + m)
-            delta = gl.load(delta_at + m)
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             q = tile_in(q_smem, stage)
             dout = tile_in(dout_smem, stage)
             mbarrier.wait(turns.index(group), (step & 1) ^ (1 - group))
-            scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+            first_q = q.slice(0, HALF, dim=1).permute((1, 0))
+            second_q = q.slice(HALF, HALF, dim=1).permute((1, 0))
+            scores = warpgroup_mma(first_k, first_q, nothing, use_acc=False, is_async=True)
+            scores = warpgroup_mma(second_k, second_q, scores, is_async=True)
             dp = warpgroup_mma(v, dout.permute((1, 0)), nothing, use_acc=False, is_async=True)
             mbarrier.arrive(turns.index(1 - group))
             scores = warpgroup_mma_wait(1, deps=[scores])
@@ -138,10 +148,12 @@ def score(
                 if CAUSAL:
                     seen = seen & (j[:, None] <= i[None, :])
                 scores = gl.where(seen, scores, UNSEEN)
+            lse2 = row_smem[0].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, score_layout))
             p = exp2(scores * scale_log2 - lse2[None, :])
             # Begun before the wait for dp, so that p is made while the tensor cores are at work.
             dv = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), dout, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
+            delta = row_smem[1].index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, score_layout))
             ds = p * (dp - delta[None, :])
             queries = m // SIDE
             if CAUSAL:
@@ -168,8 +180,8 @@ def score(
 
 @gluon.jit(do_not_specialize=("first", "last", "blocks", "sides", "heads", "together"))
 def score_grad_kernel(
-    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr,
-    first, last, blocks, sides, heads, together, KEY_HEADS, GROUP, T, PADDED, D, scale_log2,
+    q_desc, k_desc, v_desc, dout_desc, ds_desc, lse2_desc, delta_desc, dv_ptr, dv_strides, sum_ptr,
+    first, last, blocks, sides, heads, together, KEY_HEADS, GROUP, T, D, scale_log2,
     CAUSAL: gl.constexpr, SIDE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `stored.score_grad_kernel`."""
@@ -184,6 +196,10 @@ def score_grad_kernel(
     v_smem = buffers(GROUPS, v_desc)
     q_smem = buffers(STAGES, q_desc)
     dout_smem = buffers(STAGES, dout_desc)
+    row_smem = (
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_desc.layout),
+    )
     ds_smem = buffers(GROUPS, ds_desc)
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -199,18 +215,18 @@ def score_grad_kernel(
     gl.warp_specialize(
         [
             (score, (
-                0, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty, turns,
-                lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
-                first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2, CAUSAL, SIDE,
+                0, ds_desc, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, keys_ready, full, empty, turns,
+                dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
+                first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2, CAUSAL, SIDE,
             )),
             (score, (
-                1, ds_desc, k_smem, v_smem, q_smem, dout_smem, ds_smem, keys_ready, full, empty, turns,
-                lse2_ptr, delta_ptr, dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
-                first, last, blocks, sides, KEY_HEADS, GROUP, T, PADDED, D, scale_log2, CAUSAL, SIDE,
+                1, ds_desc, k_smem, v_smem, q_smem, dout_smem, row_smem, ds_smem, keys_ready, full, empty, turns,
+                dv_ptr, dv_strides, sum_ptr, key_head, b, key, tile, low, high,
+                first, last, blocks, sides, KEY_HEADS, GROUP, T, D, scale_log2, CAUSAL, SIDE,
             )),
             (load, (
-                q_desc, k_desc, v_desc, dout_desc, k_smem, v_smem, q_smem, dout_smem, keys_ready, full, empty,
-                b, key, tile * SIDE, low, high, GROUP,
+                q_desc, k_desc, v_desc, dout_desc, (lse2_desc, delta_desc), k_smem, v_smem, q_smem, dout_smem, row_smem,
+                keys_ready, full, empty, b, key, KEY_HEADS, tile * SIDE, low, high, GROUP,
             )),
         ],
         [4, 1],
