@@ -162,7 +162,7 @@ def _own(folder: Path, dtype: torch.dtype | None, device: torch.device | str) ->
     model = own.load(folder, device=device)
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken")
+            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken, copy it again")
     return model if dtype is None else model.to(dtype)
 
 
@@ -189,7 +189,9 @@ class _Own(LanguageModel):
         built = [encoding.build(num_heads=1, head_dim=self.head_dim) for encoding in self._spectral()]
         counts = {encoding.channels for encoding in built}
         if len(counts) > 1:
-            raise ValueError(f"the layers turn different numbers of channels: {sorted(counts)}")
+            raise ValueError(
+                f"the layers turn different numbers of channels ({sorted(counts)}); give a model whose layers agree"
+            )
         return counts.pop() if counts else None
 
     def _spectral(self) -> list[RoPEConfig | PoPEConfig]:
@@ -252,7 +254,9 @@ class _HuggingFace(LanguageModel):
         network = copy.deepcopy(self.network, shared)
         write(network.config, rule, self.head_dim)
         if not turn_anew(network):
-            raise ValueError(f"this {self.config.family} model keeps its rates where they cannot be changed")
+            raise ValueError(
+                f"this {self.config.family} model keeps its rates where they cannot be changed; serve it by its own"
+            )
         return _HuggingFace(network)
 
     def reader(self, *, trained_length: int | None = None) -> Reader:
@@ -326,5 +330,8 @@ def _places(tokens: Tensor, at: Positions | None) -> dict[str, Tensor]:
 
 def _one(rules: list[AnyFrequencies]) -> AnyFrequencies | None:
     if len(set(rules)) > 1:
-        raise ValueError(f"the layers have different rules: {'; '.join(map(str, dict.fromkeys(rules)))}")
+        raise ValueError(
+            f"the layers have different rules ({'; '.join(map(str, dict.fromkeys(rules)))}); "
+            "give a model whose layers share one"
+        )
     return rules[0] if rules else None

@@ -278,7 +278,7 @@ class _Turning:
 def _turning(call: _Call, family: str) -> _Turning:
     index = getattr(call.module, "layer_idx", None)
     if index is None or call.cos.ndim != 3:
-        raise ValueError(f"{family} gives its layers rotations of another form and is not read")
+        raise ValueError(f"{family} gives its layers rotations of another form and is not read; {READ}")
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(PROBE_TOKENS, call.hidden.shape[-1], generator=generator)
     # As long as what the layer is given: it may do more with each place than turn it.
@@ -325,7 +325,7 @@ def _pairs(still: Tensor, quarter: Tensor, family: str) -> tuple[list[tuple[int,
     pairs = [(i, j) for i, j in (minus & plus.T).nonzero().tolist()]
     passing = stays.nonzero().flatten().tolist()
     if sorted([*passing, *(channel for pair in pairs for channel in pair)]) != list(range(width)):
-        raise ValueError(f"the layers of this {family} model do not turn their channels in pairs; not read")
+        raise ValueError(f"the layers of this {family} model do not turn their channels in pairs; {READ}")
     return pairs, passing
 
 

@@ -140,7 +140,7 @@ def write(config: Any, rule: AnyFrequencies, head_dim: int) -> None:
     """Write the rule into the config, for the layers that see the whole context."""
     text = config.get_text_config()
     if not global_settings(config):
-        raise ValueError(f"this {config.model_type} model has no rates to change")
+        raise ValueError(f"this {config.model_type} model has no rates to change; give one with RoPE")
     settings = from_hf(config)
 
     def changed(before: RopeSettings) -> RopeSettings:
