@@ -249,6 +249,23 @@ def test_a_finished_folder_is_left_as_it_is_and_one_of_another_origin_is_refused
         tokenize(Origin(data=f"jsonl:{lines}", held_out=0.15), lines.parent)
 
 
+@pytest.mark.parametrize("save_every", [100, 1 << 24])
+@pytest.mark.parametrize(
+    "wrong", [{"field": "title", "tokenizer": "bytes"}, {"held_out": 1e-9}, {"tokenizer": "bpe:280"}]
+)
+def test_what_a_refusal_asks_for_can_be_done_in_the_same_folder(
+    lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: int, wrong: dict
+) -> None:
+    monkeypatch.setattr(tokenization, "SAVE_EVERY", save_every)
+    right = {"data": f"jsonl:{lines}", "held_out": 0.15, "tokenizer": "bpe:300"}
+    given = Origin.model_validate(right | {"held_out": 1e-9} | wrong)
+    with pytest.raises(ValueError, match=r"--field|--held-out"):
+        tokenize(given, tmp_path / "twice", shard_tokens=500)
+    for name in ("twice", "once"):
+        tokenize(Origin.model_validate(right), tmp_path / name)
+    assert contents(tmp_path / "twice") == contents(tmp_path / "once")
+
+
 def test_memory_is_refused_to_a_large_source_with_the_way_to_shards(
     lines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

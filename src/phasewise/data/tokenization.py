@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -36,6 +36,7 @@ TEXT_UNITS = ("byte", "token")
 AT_ONCE = 1 << 21
 SAVE_EVERY = 1 << 24
 ENCODED_AT_ONCE = 64
+NOTHING: dict[str, Any] = {"documents": 0, "source_sha256": "", "splits": {split: Open() for split in SPLITS}}
 
 
 class Progress(Frozen):
@@ -123,6 +124,11 @@ def _tokenized(
             if stopping:
                 raise Interrupted(f"document {reading.documents:,}")
         parts = {split: writer.finish(is_text=is_text) for split, writer in writers.items()}
+    try:
+        complete = _complete(parts, origin, reading)
+    except ValueError:  # it asks for other settings, so nothing kept may hold the folder to these
+        _write(folder / PROGRESS, progress.model_copy(update=NOTHING))
+        raise
     index = Index(
         origin=origin,
         source=source.description,
@@ -133,7 +139,7 @@ def _tokenized(
         tokenizer_sha256=codec.sha256,
         learned=progress.learned,
         source_sha256=reading.sha256,
-        splits=_complete(parts, origin, reading),
+        splits=complete,
     )
     _write(folder / INDEX, index)
     (folder / PROGRESS).unlink()
@@ -287,14 +293,18 @@ def _begun(
             raise ValueError(
                 f"{path} is damaged ({first(error)}); delete {folder} and tokenise again"
             ) from error
-        _require_same(origin, progress.origin, folder)
-        if shard_tokens != progress.shard_tokens:
-            raise ValueError(
-                f"{folder} was begun with shards of {progress.shard_tokens} tokens, not {shard_tokens}; "
-                "go on with these, or choose another folder"
-            )
-        if progress.documents or (folder / TOKENIZER).exists():
+        if progress.documents:
+            _require_same(origin, progress.origin, folder)
+            if shard_tokens != progress.shard_tokens:
+                raise ValueError(
+                    f"{folder} was begun with shards of {progress.shard_tokens} tokens, not {shard_tokens}; "
+                    "go on with these, or choose another folder"
+                )
             return progress
+        same = (origin, shard_tokens) == (progress.origin, progress.shard_tokens)
+        if same and (folder / TOKENIZER).exists():
+            return progress
+        _forget(folder)
     elif any(not each.name.startswith(f".{PROGRESS}.") for each in folder.iterdir()):
         raise ValueError(f"{folder} holds other files; choose a new folder")
 
@@ -319,14 +329,19 @@ def _begun(
         shard_tokens=shard_tokens,
         tokenizer_sha256=codec.sha256,
         learned=learned,
-        documents=0,
-        source_sha256="",
-        splits={split: Open() for split in SPLITS},
+        **NOTHING,
     )
     _write(path, progress)
     with replacing(folder / TOKENIZER) as unfinished:
         unfinished.write_text(codec.definition, encoding="utf-8")
     return progress
+
+
+def _forget(folder: Path) -> None:
+    """Remove what was begun in `folder`, the file that says so last."""
+    shards = (path for split in SPLITS for path in folder.glob(f"{split}-*"))
+    for path in (*shards, folder / TOKENIZER, folder / PROGRESS):
+        path.unlink(missing_ok=True)
 
 
 def _checked(
