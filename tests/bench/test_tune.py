@@ -175,7 +175,9 @@ def test_what_was_decided_at_other_lengths_is_measured_anew(pretended, copied, t
     assert asked == [subject.name]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"values": {"loss": 1.0}, "recipe": {}}', "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{}", '{"values": {"loss": 1.0}, "recipe": {}}', "\0", "[" * 100_000]
+)
 def test_a_journal_that_is_none_is_left_alone_and_named(text, pretended, copied, tmp_path):
     journal = tmp_path / "tune.json"
     journal.write_text(text)

@@ -144,13 +144,14 @@ def test_files_named_for_splits_are_the_splits(folder):
     [
         ("20 0 50 train\n20 49 60 test\n", "line 2 overlaps 20 0 to 50; splits must not overlap"),
         ("20 0 50\n", "line 1 is not a range; give NAME START END SPLIT"),
+        (b"\x1f\x8b\xff", "splits.bed, line 1 is not a range; give NAME START END SPLIT"),
         ("20 0 50 dev\n", "has the split 'dev' for 0 to 50; give one of train, validation, test"),
         ("20 50 50 test\n", "a range that is not empty"),
         ("22 0 50 test\n", "names 22, but the FASTA files have 20, 21, X"),
     ],
 )
 def test_ranges_that_cannot_be_are_named(folder, bed, said):
-    (folder / "splits.bed").write_text(bed)
+    (folder / "splits.bed").write_bytes(bed if isinstance(bed, bytes) else bed.encode())
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         load(f"genome:{folder}")
     assert said in str(raised.value)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phasewise.cli import main
-from phasewise.data import load
+from phasewise.data import load, require_tokenizer_of
 
 EVAL = "RULER's tasks need lm-eval: pip install 'phasewise[eval]'"
 SENTENCE = "the sea was calm and grey under long low clouds ; nobody spoke ! a gull cried once -"
@@ -70,6 +70,16 @@ def test_extending_needs_no_tokenizer_and_hands_it_on(place, tmp_path):
         assert (out / "model" / "tokenizer.json").read_text() == own
     vocab_size = load(f"shards:{place / 'shards'}").vocab_size
     assert values(tmp_path / "2")["corpus"]["vocab_size"] == vocab_size == 300
+
+
+@pytest.mark.parametrize("damaged", [b"", b"[]", b"{}", b'{"model": 7}', b"\xff", b"[" * 100_000])
+def test_a_damaged_tokenizer_beside_a_checkpoint_is_named(place, tmp_path, damaged):
+    (tmp_path / "tokenizer.json").write_bytes(damaged)
+    corpus = load(f"shards:{place / 'shards'}")
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json is not a tokenizer\.json: copy it again, or remove it"
+    ):
+        require_tokenizer_of(tmp_path, corpus)
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe:300", "bytes"])

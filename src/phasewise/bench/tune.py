@@ -25,7 +25,7 @@ from phasewise.bench.workers import MOST_PROCESSES, PATIENCE, Lost, outcomes
 from phasewise.kernels import table
 from phasewise.kernels.table import Row
 from phasewise.lock import hold
-from phasewise.record import certified, ready, record, replacing
+from phasewise.record import certified, parsed, ready, record, replacing
 
 GAIN = 0.02  # by which another row must be faster than the present one
 WORST = 0.01  # relative error of a right result; bf16 operands cost 0.2 to 0.5 %
@@ -340,7 +340,7 @@ class Decided:
         """From the record of a tuning that was interrupted here, when there is one."""
         if journal.exists():
             try:
-                known = json.loads(journal.read_text())
+                known = parsed(journal.read_text(encoding="utf-8"))
                 values, rows = known["values"]["subjects"], known["values"]["rows"]
                 goes_on = not known["values"]["complete"]
                 made = [known[name] for name in ("device", "versions", "commit")]

@@ -178,7 +178,7 @@ def _parts(
 
 def _ranges(path: Path) -> Ranges:
     found: Ranges = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if not line.strip() or line.startswith(("#", "track", "browser")):
             continue
         columns = line.split()

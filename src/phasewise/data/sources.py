@@ -158,14 +158,13 @@ def _require_bytes(folder: Path) -> None:
 def require_tokenizer_of(folder: str | Path, corpus: Corpus) -> None:
     """Raise ValueError for tokens of another vocabulary than that of the tokenizer beside a checkpoint, if any."""
     own = Path(folder) / TOKENIZER
-    in_bytes = corpus.tokenizer is None and bool(corpus.bytes_per_token)
-    if not own.is_file() or (corpus.tokenizer is None and not in_bytes):
+    if not own.is_file() or (corpus.tokenizer is None and not corpus.bytes_per_token):
         return
-    ours, theirs = (
-        None if text is None else json.loads(text)["model"].get("vocab")
-        for text in (own.read_text(encoding="utf-8"), corpus.tokenizer)
-    )
-    if in_bytes or ours != theirs:
+    try:
+        ours = parsed(own.read_text(encoding="utf-8"))["model"].get("vocab")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{own} is not a tokenizer.json: copy it again, or remove it") from error
+    if corpus.tokenizer is None or ours != json.loads(corpus.tokenizer)["model"].get("vocab"):
         raise ValueError(
             f"{corpus.name} was made by another tokenizer than {own}: give data in the checkpoint's own tokens, or "
             "text for it to make tokens of"
