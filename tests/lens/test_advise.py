@@ -227,8 +227,13 @@ def test_without_a_checkpoint_rates_to_pretrain_with_are_recommended(capsys, tex
         (["NAN", "--length", "256", "--trained-length", "64"], "is not finite"),
         (["nowhere", "--length", "256"], "no folder nowhere"),
         (["--length", "256"], "give a checkpoint, or --head-dim"),
-        (["--length", "256", "--head-dim", "7"], "give an even number"),
-        (["--length", "256", "--head-dim", "1000000000"], "head_dim is 1000000000; give at most 16384"),
+        *(
+            (
+                ["--length", "256", "--head-dim", width],
+                f"head_dim is {width}; RoPE turns pairs, so give an even number from 4",
+            )
+            for width in ("1000000000", "7", "2", "-4")
+        ),
         (["--length", "1000000", "--head-dim", "8"], "needs a document of 1000001 tokens"),
         (["MODEL", "--length", "256", "--data", "text:BINARY"], "is binary"),
         (["MODEL", "--length", "256", "--tokens", "0"], "tokens must be at least 1"),

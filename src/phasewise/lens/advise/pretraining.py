@@ -70,11 +70,10 @@ def plan(
     (256.0, 153, 8)
     """
     require_count("length", length, least=8)
-    require_count("head_dim", head_dim, least=4)
-    if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; RoPE turns pairs, so give an even number")
-    if head_dim > WIDEST_HEAD:
-        raise ValueError(f"head_dim is {head_dim}; give at most {WIDEST_HEAD}")
+    if head_dim % 2 or not 4 <= head_dim <= WIDEST_HEAD:
+        raise ValueError(
+            f"head_dim is {head_dim}; RoPE turns pairs, so give an even number from 4 to {WIDEST_HEAD}"
+        )
     longest = int(corpus.split("train").lengths.max())
     if longest <= length:
         raise ValueError(
