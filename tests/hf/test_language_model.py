@@ -8,7 +8,7 @@ from phasewise.hf.language_model import open_language_model
 from phasewise.hf.settings import listed
 from phasewise.model import ModelConfig, Transformer, folder, rescaled
 from phasewise.positions import Positions
-from tests.hf.tiny import MODELS, tiny
+from tests.hf.tiny import MODELS, SIZES, tiny
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
 
@@ -58,6 +58,25 @@ def test_head_apart_from_the_body_gives_the_logits_of_the_whole(name, tmp_path):
     assert torch.allclose(model.logits(hidden[:, 5:20]), model(TOKENS)[:, 5:20], atol=1e-5)
     assert torch.allclose(model.logits(model.hidden(TOKENS)), model(TOKENS), atol=1e-5)
     assert isinstance(model, Split)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2", "opt", "llama4_text"])
+def test_head_apart_is_fed_whatever_kind_of_output_and_wherever_the_body_is(family, tmp_path):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family)
+    given = {**SIZES, "num_local_experts": 2, "ffn_dim": 64, "word_embed_proj_dim": 64}
+    given |= {"n_positions": 256, "intermediate_size_mlp": 64}
+    config = transformers.AutoConfig.for_model(
+        family, **{key: value for key, value in given.items() if hasattr(config, key)}
+    )
+    network = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(tmp_path)
+    model = open_language_model(tmp_path)
+    expected = network(TOKENS).logits
+    assert torch.allclose(model.logits(model.hidden(TOKENS)), expected, atol=1e-4)
+    assert torch.allclose(model.logits(model.hidden(TOKENS)[:, 5:9]), expected[:, 5:9], atol=1e-4)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -278,7 +279,7 @@ class _HuggingFace(LanguageModel):
         if self._lengths_differ(at):
             return torch.cat([self.hidden(row, at=place) for row, place in _rows(tokens, at)])
         forget(self.network)
-        body = self.network.base_model
+        body, _ = self._body
         return body(input_ids=tokens, use_cache=False, **_places(tokens, at)).last_hidden_state
 
     def _lengths_differ(self, at: Positions | None) -> TypeGuard[Positions]:
@@ -299,12 +300,28 @@ class _HuggingFace(LanguageModel):
         )
         return made[0, tokens.shape[1] :]
 
+    @cached_property
+    def _body(self) -> tuple[nn.Module, Callable[..., Any]]:
+        """The part of the network before its head, as the network itself asks it, and the kind of its output."""
+        from transformers.utils import ModelOutput
+
+        first = torch.zeros(1, 1, dtype=torch.int64, device=self.network.device)
+        for body in (self.network.base_model, self.network.get_decoder(), *self.network.children()):
+            outputs: list[Any] = []
+            handle = body.register_forward_hook(lambda _body, _given, output: outputs.append(output))  # noqa: B023
+            try:
+                with torch.no_grad():
+                    self.network(input_ids=first, use_cache=False)
+            finally:
+                handle.remove()
+            if body is not self.network and outputs and isinstance(outputs[0], ModelOutput):
+                return body, type(outputs[0])
+        raise ValueError(f"the head of this {self.config.family} model cannot be asked apart from its body")
+
     def logits(self, hidden: Tensor) -> Tensor:
         """By the model itself, head, scale and cap, around a body that gives `hidden`."""
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        body = self.network.base_model
-        body.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[assignment]
+        body, kind = self._body
+        body.forward = lambda *_, **__: kind(last_hidden_state=hidden)
         try:
             unread = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
             return self.network(input_ids=unread, use_cache=False).logits
