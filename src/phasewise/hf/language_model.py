@@ -130,7 +130,8 @@ def open_language_model(
     if not folder.is_dir():
         raise ValueError(f"no folder {folder}; give the folder of a checkpoint")
     if not is_hugging_face(folder):
-        model: LanguageModel = _Own(_own(folder, precision, device), trained_length=trained_length(folder))
+        network = own.load(folder, dtype=precision, device=device)
+        model: LanguageModel = _Own(network, trained_length=trained_length(folder))
     else:
         try:
             from phasewise.hf.checkpoint import load
@@ -157,14 +158,6 @@ def is_hugging_face(folder: Path) -> bool:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{config} is not JSON: {error}; fetch it again, or correct it") from error
     return isinstance(content, dict) and "model_type" in content
-
-
-def _own(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
-    model = own.load(folder, device=device)
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken, copy it again")
-    return model if dtype is None else model.to(dtype)
 
 
 class _Own(LanguageModel):
@@ -303,7 +296,7 @@ class _HuggingFace(LanguageModel):
     @cached_property
     def _body(self) -> tuple[nn.Module, Callable[..., Any]]:
         """The part of the network before its head, as the network itself asks it, and the kind of its output."""
-        from transformers.utils import ModelOutput
+        from transformers.utils.generic import ModelOutput
 
         first = torch.zeros(1, 1, dtype=torch.int64, device=self.network.device)
         for body in (self.network.base_model, self.network.get_decoder(), *self.network.children()):
