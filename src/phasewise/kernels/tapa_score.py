@@ -79,8 +79,9 @@ def power_kernel(out_ptr, alpha_ptr, unit, length, before, BLOCK: tl.constexpr):
 def power_table(alpha: Tensor, unit: float, keys: int) -> Tensor:
     """int64 `[BEFORE + keys + BEFORE]`, each the two float32 of `power_kernel`."""
     table = torch.empty(keys + 2 * BEFORE, dtype=torch.int64, device=alpha.device)
-    power_kernel[(triton.cdiv(len(table), 1024),)](
-        table.view(torch.float32), alpha, unit, len(table), BEFORE, BLOCK=1024
+    block = 128  # few enough that powers in float64 do not wait for each other
+    power_kernel[(triton.cdiv(len(table), block),)](
+        table.view(torch.float32), alpha, unit, len(table), BEFORE, BLOCK=block
     )
     return table
 
