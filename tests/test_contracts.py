@@ -322,6 +322,20 @@ def test_query_blocks_change_neither_output_nor_gradients(case, monkeypatch):
         close(whole, blocks)
 
 
+def test_the_reference_makes_scores_on_a_cpu_in_blocks_that_its_cache_holds():
+    made = []
+
+    class Told(TAPA):
+        def scores(self, *arguments, **options):
+            made.append(super().scores(*arguments, **options))
+            return made[-1]
+
+    q, k, v = (torch.randn(2, 2, 1000, 8) for _ in range(3))
+    attention(q, k, v, Told(head_dim=8), impl="reference")
+    assert sum(scores.numel() for scores in made) == 2 * 2 * 1000 * 1000
+    assert max(scores.numel() for scores in made) <= 2**20
+
+
 @pytest.mark.parametrize("case", ["rope", "tapa", "rope-dynamic_ntk", "pope-dynamic_yarn"])
 def test_the_reference_serves_torch_func_in_blocks_and_with_rates_of_every_length(case, monkeypatch):
     monkeypatch.setattr("phasewise.reference.SCORES_AT_ONCE", 40)

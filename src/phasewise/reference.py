@@ -10,6 +10,7 @@ from phasewise.positions import Positions, visible
 
 EMPTY_LSE = -1e30  # log-sum-exp of a row that sees nothing: finite, so that no arithmetic on it makes a NaN
 SCORES_AT_ONCE = 2**23  # elements of one block of scores: 32 MiB in float32
+CACHED = 8  # on a CPU so many blocks take the place of one, as its cache holds 4 MiB; in a graph each is more code
 
 
 def reference(
@@ -44,11 +45,13 @@ def reference(
         mask = visible(at, k_at, causal=causal, window=window)[:, None]
         return _softmax_values(scores, mask, v.to(dtype))
 
+    cached = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    at_once = SCORES_AT_ONCE // CACHED if cached else SCORES_AT_ONCE
     # A product, of which torch.export tells the bound.
-    if batch * heads * length * k.shape[2] <= SCORES_AT_ONCE:
+    if batch * heads * length * k.shape[2] <= at_once:
         out, lse = block(q, k, v, 0)
         return out.to(v.dtype), lse
-    size = max(1, SCORES_AT_ONCE // (batch * heads * k.shape[2]))
+    size = max(1, at_once // (batch * heads * k.shape[2]))
     blocks = [recomputed(block, q[:, :, at : at + size], k, v, at) for at in range(0, length, size)]
     outs, lses = zip(*blocks, strict=True)
     return torch.cat([out.to(v.dtype) for out in outs], dim=2), torch.cat(lses, dim=2)
