@@ -108,6 +108,18 @@ def test_every_family_is_served_with_a_rule_and_shares_its_weights(name, tmp_pat
     assert not torch.allclose(served(TOKENS), before)
 
 
+def test_continuation_is_the_likeliest_whatever_the_checkpoint_says_of_sampling(tmp_path):
+    network = tiny("llama")
+    network.generation_config.update(repetition_penalty=1.5, no_repeat_ngram_size=2, num_beams=3)
+    network.save_pretrained(tmp_path)
+    model = open_language_model(tmp_path)
+    tokens = TOKENS[:, :5]
+    with torch.no_grad():
+        for _ in range(12):
+            tokens = torch.cat([tokens, network(tokens).logits[:, -1:].argmax(-1)], 1)
+    assert model.continued(TOKENS[:, :5], length=12).tolist() == tokens[0, 5:].tolist()
+
+
 def test_native_length_counts_a_factor_from_the_original_length(tmp_path):
     lengths = {}
     for name in ("llama", "llama, llama3 rule", "llama, yarn"):

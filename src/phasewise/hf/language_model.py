@@ -216,10 +216,13 @@ class _HuggingFace(LanguageModel):
     """A decoder of transformers."""
 
     def __init__(self, network: PreTrainedModel) -> None:
+        from transformers import GenerationConfig
+
         from phasewise.hf.reading import trained_length
 
         super().__init__()
         self.network = network
+        network.generation_config = GenerationConfig()  # penalties and beams would change what is likeliest
         text = network.config.get_text_config()
         self.config = Facts(
             family=network.config.model_type,
