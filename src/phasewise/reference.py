@@ -10,7 +10,7 @@ from phasewise.positions import Positions, visible
 
 EMPTY_LSE = -1e30  # log-sum-exp of a row that sees nothing: finite, so that no arithmetic on it makes a NaN
 SCORES_AT_ONCE = 2**23  # elements of one block of scores: 32 MiB in float32
-CACHED = 8  # on a CPU so many blocks take the place of one, as its cache holds 4 MiB; in a graph each is more code
+CACHED = 8  # blocks in the place of one on a CPU, whose cache holds 4 MiB; not in graphs, where each is code
 
 
 def reference(
