@@ -3,7 +3,17 @@ import torch
 
 from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig
 from phasewise.evaluate.slices import Split
-from phasewise.frequencies import NTK, DynamicNTK, DynamicYaRN, Explicit, Geometric, Linear, Llama3, YaRN
+from phasewise.frequencies import (
+    NTK,
+    DynamicNTK,
+    DynamicYaRN,
+    Explicit,
+    Geometric,
+    Linear,
+    Llama3,
+    Proportional,
+    YaRN,
+)
 from phasewise.hf.language_model import open_language_model
 from phasewise.hf.settings import listed
 from phasewise.model import ModelConfig, Transformer, folder, rescaled
@@ -174,6 +184,21 @@ def test_logits_of_a_row_depend_neither_on_rows_beside_it_nor_on_calls_before(na
     for row, (size, expected) in enumerate(zip((20, 300, 280), alone, strict=True)):
         assert torch.allclose(logits[row, :size], expected[0], atol=2e-5)
         assert torch.allclose(model.logits(hidden[row : row + 1, :size]), expected, atol=2e-5)
+
+
+def test_layers_of_other_widths_are_served_the_rule_of_theirs(tmp_path):
+    kinds = ["sliding_attention", "full_attention"]
+    own = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "layer_types": kinds}
+    own |= {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0}
+    config = transformers.AutoConfig.for_model("gemma4_text", **SIZES, **own)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    rule = Proportional(base=1e6, fraction=0.25, factor=4.0)
+    model = open_language_model(tmp_path, rule=rule)
+    assert (model.head_dim, model.channels, model.frequencies) == (32, 16, rule)
+    layers = []
+    HFReader(model.network).read(TOKENS, lambda layer, *_: layers.append(layer.encoding.frequencies))
+    assert torch.allclose(layers[0].rates(8), Geometric(base=1e4).rates(8), rtol=1e-5)
+    assert torch.allclose(layers[1].rates(16), rule.rates(16), rtol=1e-5)
 
 
 def test_partial_rotation_stays_partial_when_a_rule_is_served(tmp_path):

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from phasewise.device import floating, usable
 from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.frequencies import AnyFrequencies
-from phasewise.hf.settings import forget, global_settings, native_length, rules_by_length, turn_anew, write
+from phasewise.hf.settings import (
+    forget,
+    global_settings,
+    head_dim,
+    native_length,
+    rules_by_length,
+    turn_anew,
+    write,
+)
 from phasewise.model import Transformer, rescaled
 from phasewise.model import folder as own
 from phasewise.model.generate import generate
@@ -238,8 +246,7 @@ class _HuggingFace(LanguageModel):
 
     @property
     def head_dim(self) -> int:
-        text = self.network.config.get_text_config()
-        return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return head_dim(self.network.config)
 
     @property
     def channels(self) -> int | None:

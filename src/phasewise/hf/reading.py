@@ -312,7 +312,7 @@ def _window(mask: Tensor | None) -> int | None:
     if mask is None:
         return None
     last = mask[0, 0, -1]
-    seen = int((last if last.dtype == torch.bool else last == 0).sum())
+    seen = int((last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2).sum())
     return None if seen == len(last) else seen
 
 

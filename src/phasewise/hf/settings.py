@@ -80,6 +80,16 @@ def global_settings(config: Any) -> list[RopeSettings]:
     return [value for layer, value in settings.items() if value is not None and layer != SLIDING]
 
 
+def head_dim(config: Any) -> int:
+    """Channels of a query head in the layers that see the whole context; Gemma 4's others are narrower."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ()
+    whole = next((number for number, kind in enumerate(kinds) if kind != SLIDING), 0)
+    layers = getattr(text, "per_layer_config", None)  # of every config, from transformers 5.24 on
+    layer = layers[whole] if layers else text
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+
+
 def rules_by_length(text: Any) -> set[str]:
     """Which of the config's rules change rates with the length of a call: of "dynamic" and "longrope"."""
     return {str(group.get("rope_type")) for group in _groups(text)} & {"dynamic", "longrope"}
