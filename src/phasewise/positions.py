@@ -201,6 +201,7 @@ class Positions:
 
     def expand(self, rows: int) -> Positions:
         """The same places for `rows` rows (a view); raises ValueError unless there is one row or `rows`."""
+        _check_counts("rows", [rows])
         if self.batch not in (1, rows):
             raise ValueError(f"positions of {self.batch} rows cannot serve {rows}; give 1 row or {rows}")
         return Positions(

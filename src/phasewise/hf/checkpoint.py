@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from phasewise.model.fitting import few, reshaping
+from phasewise.model.fitting import few, require_finite, reshaping
 from phasewise.record import parsed
 
 WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -75,9 +75,7 @@ def load(
         raise ValueError(
             f"{folder} does not fit its config: {len(missing)} tensors missing ({few(missing)}); {remedy}"
         )
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken, fetch it again")
+    require_finite(dict(model.named_parameters()), folder)
     if dtype is not None:
         # Where a loader keeps its own dtype, as for .gguf files. Parameters alone: buffers hold the rates.
         for parameter in model.parameters():

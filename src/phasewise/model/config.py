@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from phasewise.encodings import AnyEncodingConfig
@@ -84,7 +85,20 @@ class ModelConfig(BaseModel):
                 raise ValueError(
                     f"{name} must be one value or one per layer ({self.layers}), but {len(value)} are given"
                 )
+        with torch.device("meta"):
+            for encoding in set(self.encodings):
+                self._require_heads_for(encoding)
         return self
+
+    def _require_heads_for(self, encoding: AnyEncodingConfig) -> None:
+        try:
+            encoding.build(num_heads=self.heads, head_dim=self.head_dim)
+        except ValueError as error:
+            if "head_dim" in self.model_fields_set:
+                raise
+            raise ValueError(
+                f"width {self.width} in {self.heads} heads gives head_dim {self.head_dim}: {error}"
+            ) from error
 
     @property
     def encodings(self) -> tuple[AnyEncodingConfig, ...]:

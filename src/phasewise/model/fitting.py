@@ -1,6 +1,7 @@
-"""Weights held against the model that they are for, and what does not fit, in words."""
+"""Weights held against the model that they are for, and what is wrong with them, in words."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
@@ -26,6 +27,13 @@ def misfit(wanted: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> str | No
         ("of another shape", reshaped),
     )
     return ", ".join(f"{len(names)} {what} ({few(names)})" for what, names in kinds if names) or None
+
+
+def require_finite(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise ValueError for weights of `folder` that are no numbers, or infinite."""
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise ValueError(f"{name} in {folder} is not finite; the checkpoint is broken, fetch it again")
 
 
 def reshaping(name: str, held: Sequence[int], wanted: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from phasewise.model.config import ModelConfig
-from phasewise.model.fitting import misfit
+from phasewise.model.fitting import misfit, require_finite
 from phasewise.model.transformer import Transformer
 from phasewise.problems import first
 from phasewise.record import replacing
@@ -59,11 +59,13 @@ def save(model: Transformer, folder: str | Path) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transformer:
-    """The model saved in `folder`, in the dtype it was saved in, ready for evaluation.
+def load(
+    folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Transformer:
+    """The model saved in `folder`, in the dtype it was saved in unless `dtype` names another, for evaluation.
 
-    Raises ValueError when the folder holds no whole model, its weights do not fit its config, or safetensors
-    is not installed.
+    Raises ValueError when the folder holds no whole model, its weights do not fit its config or are not finite,
+    or safetensors is not installed.
     """
     safetensors = require_safetensors()
     folder = Path(folder)
@@ -89,10 +91,11 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu") -> Transform
         raise ValueError(
             f"{folder / WEIGHTS} does not fit {CONFIG} beside it: {problem}; copy both again from one model"
         )
+    require_finite(held, folder)
     # Copied out of the mapped file, whose alignment would change the last bits of matrix products.
     weights = {name: weight.to(device, copy=True) for name, weight in held.items()}
     model.load_state_dict(weights, assign=True)
-    return model.eval()
+    return (model if dtype is None else model.to(dtype)).eval()
 
 
 def _read_config(folder: Path) -> ModelConfig:

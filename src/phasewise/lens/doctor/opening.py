@@ -102,12 +102,7 @@ def _of_own(
                 f"{path} is no config of a checkpoint: {first(error)}; correct it, or copy it again"
             ) from error
         return Case(str(path), "phasewise", None, settings, None, trained_length)
-    model = own_folder.load(path, device=device)
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise ValueError(f"{name} in {path} is not finite; the checkpoint is broken, copy it again")
-    if precision is not None:
-        model.to(precision)
+    model = own_folder.load(path, dtype=precision, device=device)
     patient = _own_patient(model, trained_length)
     return Case(str(path), "phasewise", None, model.config, patient, trained_length)
 
