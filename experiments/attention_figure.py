@@ -1,4 +1,6 @@
-"""The tables and the figure of docs/attention.md, from recorded runs of `phasewise bench attention`: ours, and peers.
+"""The tables and the figure of docs/attention.md, and README.md's table of speed, from recorded runs.
+
+The runs are those of `phasewise bench attention`: ours, and peers.
 
 python -m experiments.attention_figure results/attention/h200.json results/attention/peers-h200.json
 """
@@ -16,6 +18,7 @@ from phasewise.figures import figure
 from phasewise.kernels.table import ranked
 
 ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "attention.md"
 FIGURE = ROOT / "docs" / "figures" / "attention_cost.svg"
 BASELINE = "flash-attn-4"
@@ -77,7 +80,12 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def ratios(document: dict[str, Any], baselines: tuple[str, ...], without: str = "") -> str:
+def ratios(
+    document: dict[str, Any],
+    baselines: tuple[str, ...],
+    without: str = "",
+    encodings: tuple[str, ...] = ENCODINGS,
+) -> str:
     """Markdown: what auto takes for each encoding, over each plain attention, at every length."""
     found = rows_of(document)
     widths, lengths = sizes_of(found)
@@ -87,7 +95,7 @@ def ratios(document: dict[str, Any], baselines: tuple[str, ...], without: str = 
         f"| at {', '.join(map(str, lengths))} tokens | {' | '.join(heads)} |",
         "|---|" + "---|" * len(columns),
     ]
-    for encoding in ENCODINGS:
+    for encoding in encodings:
         for width in widths:
             bodies = [auto(found, document["device"], encoding, width, n, without) for n in lengths]
             taken = [
@@ -103,6 +111,16 @@ def ratios(document: dict[str, Any], baselines: tuple[str, ...], without: str = 
             names = ", ".join(body for body in dict.fromkeys(bodies) if body is not None)
             lines.append(f"| {encoding} {names}, D = {width} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def speed(document: dict[str, Any], place: Path) -> str:
+    """Markdown: those ratios of RoPE, PoPE and TAPA over flash-attn-4, and the record at `place` that has them."""
+    recipe = document["recipe"]
+    return (
+        f"{ratios(document, (BASELINE,), encodings=('rope', 'pope', 'tapa'))}\n\n"
+        f"{recipe['heads']} heads of D channels, {recipe['tokens']:,} tokens in all, bfloat16, causal. "
+        f"From `{place}`: commit {document['commit'][:10]}, {document['device']}."
+    )
 
 
 def memory(document: dict[str, Any]) -> str:
@@ -216,7 +234,8 @@ def main(reports: list[Path]) -> None:
     for marker, made in tables.items():
         page = with_table(page, made(), marker)
     PAGE.write_text(page)
-    print(f"wrote {FIGURE.relative_to(ROOT)} and the tables of {PAGE.relative_to(ROOT)}")
+    README.write_text(with_table(README.read_text(), speed(ours, reports[0]), "speed"))
+    print(f"wrote {FIGURE.relative_to(ROOT)} and the tables of {PAGE.relative_to(ROOT)} and {README.name}")
 
 
 if __name__ == "__main__":

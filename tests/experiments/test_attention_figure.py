@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments.attention_figure import draw, memory, others, ratios, table
+from experiments.attention_figure import draw, memory, others, ratios, speed, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +45,12 @@ def side_by_side():
     document = record()
     document["values"]["times"] = rows
     return document
+
+
+def test_readme_s_ratios_are_of_encodings_alone_and_say_from_what_record():
+    lines = speed(side_by_side(), Path("results/x.json")).splitlines()
+    assert lines[2:4] == ["| rope flash, D = 64 | 1.75 | 1.75 |", "| pope flash, D = 64 | 1.00 | 1.00 |"]
+    assert lines[-1].endswith("From `results/x.json`: commit abcdef0123, a GPU.")
 
 
 def test_ratios_are_those_of_what_auto_takes_with_and_without_a_package():
