@@ -248,6 +248,24 @@ def test_listed_rates_are_the_same_rates():
     assert listed(rule, original_length=64).attention_factor(3, length=9) == 1.2
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(causal, tmp_path):
+    given = {
+        key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    }
+    config = transformers.BertConfig(**given, num_attention_heads=4, is_decoder=causal)
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    network.save_pretrained(tmp_path)
+    if causal:
+        assert torch.allclose(open_language_model(tmp_path)(TOKENS), network.eval()(TOKENS).logits, atol=1e-5)
+        return
+    with pytest.raises(ValueError, match="sees the tokens that it is to predict: give a decoder"):
+        open_language_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "said"),
     [

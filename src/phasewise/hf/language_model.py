@@ -148,6 +148,7 @@ def open_language_model(
                 f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
             ) from error
         model = _HuggingFace(load(folder, dtype=precision, device=device))
+        _require_causal(model, folder)
     return model if rule is None else model.served(rule)
 
 
@@ -330,6 +331,17 @@ class _HuggingFace(LanguageModel):
             return self.network(input_ids=unread, use_cache=False).logits
         finally:
             del body.forward
+
+
+@torch.no_grad()
+def _require_causal(model: _HuggingFace, folder: Path) -> None:
+    """Raise ValueError for a model that sees what follows, as a BERT does unless its config says `is_decoder`."""
+    first, second = model(torch.tensor([[0, 0], [0, 1]], device=model.network.device)).float()[:, 0]
+    if not torch.allclose(first, second, rtol=1e-2, atol=1e-2 * float(first.abs().max())):
+        raise ValueError(
+            f"the {model.config.family} model in {folder} sees the tokens that it is to predict: give a decoder, "
+            'or write "is_decoder": true into its config.json if it was trained as one'
+        )
 
 
 def _rows(tokens: Tensor, at: Positions) -> Iterator[tuple[Tensor, Positions]]:
