@@ -177,7 +177,7 @@ def test_model_is_measured_on_held_out_text_beside_the_data(words, tmp_path):
     small = Transformer(ModelConfig(vocab_size=99, width=16, layers=1, heads=2, encoding=RoPEConfig()))
     save(small, tmp_path / "small")
     view = module.ModelView(str(tmp_path / "small"), context=32, windows=3)
-    with pytest.raises(ValueError, match="knows 99 tokens, but"):
+    with pytest.raises(ValueError, match="the model knows 99"):
         profile([f"text:{words}"], granularities=["words"], longest=50, model=view)
 
 
@@ -239,7 +239,7 @@ def test_no_corpus_is_refused(capsys, tmp_path):
     [
         (["--checkpoint", "nope"], "no folder nope"),
         (["--checkpoint", "MODEL", "--context", "1"], "choose a context from 2 to"),
-        (["--checkpoint", "MODEL", "--tokenizer", "bpe:300"], "knows 256 tokens, but"),
+        (["--checkpoint", "MODEL", "--tokenizer", "bpe:300"], "the model knows 256"),
         (["text:nowhere.txt"], "nowhere.txt"),
         (["--granularities", "bytes", "steps"], "no granularity 'steps'"),
     ],

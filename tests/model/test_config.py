@@ -45,6 +45,8 @@ def test_head_dim_need_not_divide_the_width():
     [
         ({"kv_heads": 4}, r"6 heads do not divide among 4 kv_heads; kv_heads must be one of \[1, 2, 3, 6\]"),
         ({"width": 50}, "width 50 does not divide into 6 heads; give head_dim"),
+        ({"width": 6, "encoding": RoPEConfig()}, "width 6 in 6 heads gives head_dim 1: .* from 2"),
+        ({"head_dim": 3, "encoding": RoPEConfig()}, "Value error, RoPE turns channels in pairs: head_dim 3"),
         (
             {"encoding": (NoPEConfig(), NoPEConfig())},
             r"encoding must be one value or one per layer \(3\), but 2",

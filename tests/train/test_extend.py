@@ -219,7 +219,7 @@ def test_a_checkpoint_that_does_not_say_its_length_is_told_it(checkpoint, tmp_pa
 def test_a_checkpoint_of_other_tokens_is_refused(checkpoint, tmp_path, monkeypatch):
     wide = replace(corpus(), vocab_size=17)
     monkeypatch.setattr(module, "load", lambda _name, *, tokenizer: wide)
-    with pytest.raises(ValueError, match="has 17 kinds of tokens, the checkpoint 16"):
+    with pytest.raises(ValueError, match="has 17 tokens and the model knows 16"):
         extend(asked(checkpoint), tmp_path / "out", figure=False)
 
 

@@ -178,6 +178,14 @@ class Corpus:
             raise ValueError(f"{self.name} has no split {name!r}; it has {', '.join(self.splits)}")
         return self.splits[name]
 
+    def require_known(self, vocab_size: int) -> None:
+        """Raise ValueError for more kinds of tokens than a model of `vocab_size` knows."""
+        if self.vocab_size > vocab_size:
+            raise ValueError(
+                f"{self.name} has {self.vocab_size} tokens and the model knows {vocab_size}; "
+                "give the data and tokenizer that the model was trained with"
+            )
+
 
 def sha256_of(splits: Mapping[str, Split], *, examples: int = HASHED_EXAMPLES) -> str:
     """Hash of every split's name, lengths and tokens (of a generated split: its first `examples`)."""

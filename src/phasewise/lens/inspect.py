@@ -101,11 +101,7 @@ def inspect(
     """
     request = request or Request()
     facts = reader.facts
-    if corpus.vocab_size > facts.vocab_size:
-        raise ValueError(
-            f"{corpus.name} has {corpus.vocab_size} tokens and the model knows {facts.vocab_size}; "
-            "give the data and tokenizer that the model was trained with"
-        )
+    corpus.require_known(facts.vocab_size)
     plan = _plan(reader, corpus, request)
     meters: Meters = {}
     other: set[str] = set()

@@ -214,11 +214,7 @@ class _Sitting:
                 return
             view = opened.view
             corpus = load_for(inside(view.checkpoint), self.name, tokenizer=view.tokenizer)
-            if corpus.vocab_size > opened.vocab_size:
-                raise ValueError(
-                    f"{view.checkpoint} knows {opened.vocab_size} tokens, but {corpus.name} has "
-                    f"{corpus.vocab_size}; give the tokenizer that the model was trained with"
-                )
+            corpus.require_known(opened.vocab_size)
             held_out = corpus.split("test")
             self.held_out = longer(held_out.take(np.arange(len(held_out))), view.context)
 

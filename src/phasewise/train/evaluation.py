@@ -184,7 +184,7 @@ class _Sitting:
 
             assert self.plan.tasks is not None
             harness = Harness(
-                self.plan.bare(subject),
+                self.plan.bare(subject.facts.folder),
                 self.plan.text(subject),
                 device=self.plan.device,
                 batch_tokens=self.plan.recipe.batch_tokens,

@@ -70,12 +70,15 @@ class Plan:
 
     def model(self, subject: Subject) -> nn.Module:
         """The checkpoint, one at a time in memory, reading its prefix before every row."""
-        opened = self.bare(subject)
+        opened = self.bare(subject.facts.folder)
         return Prefixed(opened, subject.facts.prefix) if subject.facts.prefix else opened
 
-    def bare(self, subject: Subject) -> nn.Module:
-        """The checkpoint, reading what it is given and no prefix."""
-        return self._opened(subject.facts.folder)
+    def bare(self, folder: str) -> LanguageModel:
+        """The checkpoint in a folder, reading what it is given and no prefix."""
+        if self._open is None or self._open[0] != folder:
+            self._open = None
+            self._open = folder, open_language_model(folder, dtype=self.recipe.dtype, device=self.device)
+        return self._open[1]
 
     def needles(self, subject: Subject, count: int, length: int, *, examples: int) -> tuple[Needle, ...]:
         """Passkeys of one length in the longest document of the first text corpus."""
@@ -108,14 +111,8 @@ class Plan:
             before=subject.facts.prefix,
         )
 
-    def _opened(self, folder: str) -> LanguageModel:
-        if self._open is None or self._open[0] != folder:
-            self._open = None
-            self._open = folder, open_language_model(folder, dtype=self.recipe.dtype, device=self.device)
-        return self._open[1]
-
     def _subject(self, name: str, folder: Path) -> Subject:
-        recipe, model = self.recipe, self._opened(str(folder))
+        recipe, model = self.recipe, self.bare(str(folder))
         tokenizers = [_tokenizer(recipe, folder, data) for data in recipe.data]
         corpora = tuple(self._corpus(*both) for both in zip(recipe.data, tokenizers, strict=True))
         tokenizer = _named(folder, corpora, tokenizers)

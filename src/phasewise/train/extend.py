@@ -113,11 +113,7 @@ def _prepare(recipe: ExtendRecipe, out: Path, processes: Processes) -> "_Work":
     if corpus.task is not None:
         raise ValueError(f"{corpus.name} has examples of one length: choose a corpus of documents")
     require_tokenizer_of(folder, corpus)
-    if corpus.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"{corpus.name} has {corpus.vocab_size} kinds of tokens, the checkpoint {model.config.vocab_size}: "
-            "give the tokenizer that it was trained with"
-        )
+    corpus.require_known(model.config.vocab_size)
     work = _Work(
         recipe,
         out,

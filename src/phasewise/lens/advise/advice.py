@@ -114,11 +114,7 @@ def advise(
     """
     model = open_language_model(checkpoint, dtype=dtype, device=device)
     trained = _trained(model, wanted)
-    if corpus.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"{corpus.name} has {corpus.vocab_size} tokens and the model knows {model.config.vocab_size}; "
-            "give the data and tokenizer that the model was trained with"
-        )
+    corpus.require_known(model.config.vocab_size)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = console or Console(quiet=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
