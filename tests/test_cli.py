@@ -231,3 +231,24 @@ def test_names_and_numbers_are_whole_in_a_narrow_terminal(capsys, tmp_path, monk
     assert code == 0
     (line,) = (line for line in out.splitlines() if "rope + yarn" in line)
     assert len(re.findall(r"\d\.\d{3}", line)) == 4
+
+
+@pytest.mark.parametrize("folder", ["a[red]b", "a["])
+def test_brackets_in_names_are_printed_as_they_are(capsys, tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    texts = tmp_path / folder / "red]c"
+    texts.mkdir(parents=True)
+    (texts / "text.txt").write_text("What dilates with the window is a power law. " * 99)
+    data = f"text:{folder}/red]c"
+    code, out, _ = run(capsys, "compare", "--data", data, "--out", f"{folder}/run", *OPTIONS, "--no-figure")
+    assert (code, data in out) == (0, True)
+    model = f"{folder}/run/runs/rope-seed0"
+    lengths = ["--lengths", "16", "--tokens", "99", "--out", f"{folder}/evaluated", "--no-figure"]
+    code, out, err = run(capsys, "evaluate", model, "--data", data, *lengths)
+    assert (code, data in out.replace("\n", ""), data in err) == (0, True, True)
+    code, out, _ = run(capsys, "inspect", model, "--data", data, "--tokens", "99")
+    assert (code, data in out) == (0, True)
+    code, out, _ = run(
+        capsys, "profile", data, "--longest", "9", "--granularities", "bytes", "--out", f"{folder}/p"
+    )
+    assert (code, "text:red]c" in out) == (0, True)

@@ -187,7 +187,7 @@ def test_command_prints_the_table_and_writes_the_report(capsys, tmp_path, words)
         capsys, f"text:{words}", "--granularities", *granularities, "--longest", 200, "--out", out
     )
     assert code == 0
-    for wanted in ("text:words.txt", "bytes", "words", "bpe:300", "verdict"):
+    for wanted in ("text:words.txt", "bytes", "words", "bpe:300", "verdict", ", as "):
         assert wanted in said
     files = {path.name for path in out.iterdir()}
     assert files >= {"report.json", "report.html", "figure-dependency.svg", "figure-reach.png"}

@@ -65,7 +65,11 @@ def _pretraining(options: Any, stop: Callable[[], bool]) -> Report:
         raise ValueError("give a checkpoint, or --head-dim for advice on pretraining")
     corpus = load(options.data, tokenizer="bytes" if options.tokenizer is None else options.tokenizer)
     found = plan(
-        corpus, length=options.length, head_dim=options.head_dim, console=Console(stderr=True), stop=stop
+        corpus,
+        length=options.length,
+        head_dim=options.head_dim,
+        console=Console(stderr=True, markup=False),
+        stop=stop,
     )
     said = described(found)
     return Report("advise", f"Rates for {corpus.name}", found, (), {"advice": said}, [said], None)
@@ -94,7 +98,7 @@ def _extension(options: Any, stop: Callable[[], bool]) -> Report:
         ),
         dtype=options.dtype,
         device=options.device,
-        console=Console(stderr=True),
+        console=Console(stderr=True, markup=False),
         stop=stop,
     )
     title = f"{named(options.checkpoint)} at {options.length} tokens"

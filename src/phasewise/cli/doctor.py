@@ -58,7 +58,7 @@ def doctor(arguments: Sequence[str]) -> int:
             trained_length=options.trained_length,
             dtype=options.dtype,
             device=options.device,
-            console=Console(stderr=True),
+            console=Console(stderr=True, markup=False),
             stop=stop,
         )
         title = f"Positions of {named(options.checkpoint)}"

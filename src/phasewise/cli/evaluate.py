@@ -37,7 +37,7 @@ def evaluate(arguments: Sequence[str]) -> int:
             resume=options.resume,
             figure=options.figure,
             device=options.device,
-            console=Console(stderr=True),
+            console=Console(stderr=True, markup=False),
         )
     print_run(options.out, as_json=options.as_json, shown=tables(evaluation))
     return 0

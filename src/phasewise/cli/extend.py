@@ -65,7 +65,7 @@ def extend(arguments: Sequence[str]) -> int:
                 resume=options.resume,
                 figure=options.figure,
                 device=here,
-                console=Console(stderr=True),
+                console=Console(stderr=True, markup=False),
             )
     finally:
         part()

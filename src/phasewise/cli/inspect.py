@@ -66,7 +66,7 @@ def inspect(arguments: Sequence[str]) -> int:
             device=options.device,
         )
         corpus = load_for(inside(options.checkpoint), options.data, tokenizer=options.tokenizer)
-        found = inspect(reader, corpus, request, console=Console(stderr=True), stop=stop)
+        found = inspect(reader, corpus, request, console=Console(stderr=True, markup=False), stop=stop)
         title = f"Frequencies of {named(options.checkpoint)}"
         return Report("inspect", title, found, figures(found), summary(found), [table(found)], found.partial)
 

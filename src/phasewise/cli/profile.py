@@ -65,7 +65,7 @@ def profile(arguments: Sequence[str]) -> int:
             shuffle=options.shuffle,
             model=view,
             seed=options.seed,
-            console=Console(stderr=True),
+            console=Console(stderr=True, markup=False),
             stop=stop,
         )
         title = "Dependency against distance"

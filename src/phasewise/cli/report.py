@@ -82,7 +82,7 @@ def deliver(options: Any, make: Callable[[Callable[[], bool]], Report]) -> Repor
             if isinstance(part, Table):
                 print_whole(part)
             else:
-                Console().print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+                Console(markup=False).print(part, highlight=False, soft_wrap=isinstance(part, str))
     if unwritten is not None:
         raise Left(unwritten, FAILED)
     if out is not None and not options.as_json:

@@ -155,8 +155,8 @@ def print_whole(table: "Table") -> None:
     """Print a table uncut: a terminal that is narrower wraps its lines, where rich would cut the numbers."""
     from rich.console import Console
 
-    console = Console()
-    console.width = max(console.width, Console(width=10_000).measure(table).maximum)
+    console = Console(markup=False)
+    console.width = max(console.width, Console(width=10_000, markup=False).measure(table).maximum)
     console.print(table)
 
 

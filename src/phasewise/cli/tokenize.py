@@ -49,7 +49,7 @@ def tokenize(arguments: Sequence[str]) -> int:
                 origin,
                 options.out,
                 shard_tokens=options.shard_tokens,
-                console=Console(stderr=True),
+                console=Console(stderr=True, markup=False),
                 stop=stop,
             )
         except Interrupted as error:

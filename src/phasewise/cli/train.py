@@ -61,7 +61,7 @@ def train(arguments: Sequence[str]) -> int:
                 resume=options.resume,
                 processes=here,
                 trackers=options.tracker,
-                console=Console(stderr=True),
+                console=Console(stderr=True, markup=False),
             )
     finally:
         part()

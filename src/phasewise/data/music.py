@@ -170,7 +170,9 @@ def parse_chorales(names: Sequence[str] | None = None) -> list[np.ndarray]:
 
     paths = corpus.getComposer("bach") if names is None else names
     pieces = []
-    for path in track(paths, description="Parsing chorales, once", console=Console(stderr=True)):
+    for path in track(
+        paths, description="Parsing chorales, once", console=Console(stderr=True, markup=False)
+    ):
         score = corpus.parse(path)
         if isinstance(score, Score) and len(score.parts) == VOICES:
             pieces.append(_checked(_on_grid(score)))

@@ -174,7 +174,7 @@ def require_tokenizer_of(folder: str | Path, corpus: Corpus) -> None:
 def _stderr() -> Console:
     from rich.console import Console
 
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False)
 
 
 def _whole(name: str, written: str, what: str, example: int) -> int:

@@ -235,7 +235,11 @@ class Reading:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         total = sum(part.size for part in self._source.parts)
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.percentage:.0f} %"),
+        )
         shown = Progress(
             *columns, TimeRemainingColumn(), console=self._console, disable=self._console is None
         )

@@ -28,8 +28,10 @@ def table(profile: Profile) -> Table:
     """One row a corpus and granularity: width, power law, dilation and verdict."""
     caption = (
         "width in tokens; slope of ln I against ln r over decades of r, * where that is no power law; "
-        f"dilation of the kernel in a window {STRETCH} times as long"
+        f"dilation of the kernel in a window {STRETCH} times as long; self-similar: suits one divisor of all "
+        "positions; resolution-bound: high frequencies are to be kept"
     )
+    caption = "\n".join([caption, *(f"{label(corpus)}: {_why(corpus)}" for corpus in profile.corpora)])
     shown = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
     shown.add_column("corpus", no_wrap=True)
     for title in ("width", "slope", "dilation"):
@@ -42,6 +44,13 @@ def table(profile: Profile) -> Table:
         if corpus.model is not None:
             shown.add_row("  model", *_cells(corpus.model))
     return shown
+
+
+def _why(corpus: CorpusProfile) -> str:
+    """The verdict and its first reason, of the first granularity that has it."""
+    verdicts = [level.information.verdict for level in corpus.granularities]
+    same = [verdict.reasons[0] for verdict in verdicts if verdict.kind == corpus.verdict.kind]
+    return f"{corpus.verdict.kind}, as {same[0] if same else '; '.join(corpus.verdict.reasons)}"
 
 
 def summary(profile: Profile) -> dict[str, str]:

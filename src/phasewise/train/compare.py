@@ -286,10 +286,10 @@ def _merged(rows: list[Row]) -> tuple[Row, ...]:
 
 def _progress(console: Console) -> Progress:
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     return Progress(*columns, console=console, transient=True)

@@ -14,7 +14,6 @@ from rich.progress import Progress, TaskID, TextColumn
 
 from phasewise.data import Batch, Corpus, Windows, batch, load, require_tokenizer_of, tokenizer_of, windows
 from phasewise.device import usable
-from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.encodings.spectral import Spectral
 from phasewise.evaluate import Measurement, measure
 from phasewise.figures import require_matplotlib
@@ -102,7 +101,7 @@ def _prepare(recipe: ExtendRecipe, out: Path, processes: Processes) -> "_Work":
         on_disk.load(folder, device=processes.device),
         read_history(folder),
     )
-    present = Present(_rates(model.config), _trained_length(recipe, folder, history))
+    present = Present(model.config.frequencies, _trained_length(recipe, folder, history))
     if recipe.length[0] <= present.length:
         raise ValueError(
             f"length {recipe.length[0]} is not above {present.length}, at which {folder} was trained: "
@@ -144,18 +143,6 @@ def _require_fits(corpus: Corpus, split: str, length: int, tokens: int, name: st
     windows(corpus, split, length=length, limit_tokens=tokens)
 
 
-def _rates(config: ModelConfig) -> AnyFrequencies | None:
-    rules = [
-        encoding.frequencies for encoding in config.encodings if isinstance(encoding, RoPEConfig | PoPEConfig)
-    ]
-    if any(rule != rules[0] for rule in rules):
-        raise ValueError(
-            f"the checkpoint's layers have different rules ({'; '.join(map(str, dict.fromkeys(rules)))}), "
-            "and one would replace them all; give a checkpoint whose layers share one"
-        )
-    return rules[0] if rules else None
-
-
 def _trained_length(recipe: ExtendRecipe, folder: Path, history: tuple[Stage, ...]) -> int:
     told = history[-1].length if history else None
     if told is None and recipe.trained_length is None:
@@ -185,7 +172,7 @@ class _Work:
 
     def finish(self, *, figure: bool, console: Console | None) -> Extension:
         """Do what is left to do."""
-        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}"))
+        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}", markup=False))
         shown = console if console is not None and self.processes.first else Console(quiet=True)
         progress = Progress(*columns, console=shown, transient=True)
         with ExitStack() as stack:

@@ -181,10 +181,10 @@ class _Watch:
         self.recipe, self.out, self.processes = recipe, out, processes
         self.trackers = Trackers(trackers, out, recipe.model_dump(mode="json"))
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             TimeRemainingColumn(),
             console=console if console is not None and processes.first else Console(quiet=True),
         )

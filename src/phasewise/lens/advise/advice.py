@@ -115,7 +115,12 @@ def advise(
     model = open_language_model(checkpoint, dtype=dtype, device=device)
     trained = _trained(model, wanted)
     corpus.require_known(model.config.vocab_size)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     console = console or Console(quiet=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bench = None

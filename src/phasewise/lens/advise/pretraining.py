@@ -80,7 +80,7 @@ def plan(
             f"a length of {length} needs a document of {length + 1} tokens, but the longest one in the train "
             f"split of {corpus.name} has {longest}: give longer documents or a shorter length"
         )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     console = console or Console(quiet=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         need = need_of(corpus, length, progress=progress, stop=stop)

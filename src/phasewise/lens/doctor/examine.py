@@ -286,5 +286,5 @@ def _of_model(examined: Examined, notes: _Notes, progress: Progress, stop: Calla
 
 def _progress(console: Console | None) -> Progress:
     console = console or Console(quiet=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
