@@ -67,7 +67,7 @@ def test_json_is_the_one_thing_on_stdout_and_a_finished_run_is_read_back(capsys,
     [
         (["--size", "7B"], "--size: unknown size '7B'; choose from 10M, 25M"),
         (["--encoding", "fire"], "--encoding: Input tag 'fire'"),
-        (["--encoding", '{"kind": "pope", "alpha": 1}'], "--encoding: Extra inputs"),
+        (["--encoding", '{"kind": "pope", "alpha": 1}'], "--encoding: pope.alpha: Extra inputs"),
         (["--schedule", "line"], "--schedule: Input tag 'line'"),
         (["--heads", "7"], "width 384 does not divide into 7 heads"),
         (["--accumulate", "3"], "batch_size 16 does not divide into 1 processes x accumulate 3: choose"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ValidationError
 
 from phasewise.cli.together import speaker
-from phasewise.problems import problems
+from phasewise.problems import Place, problems
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -146,9 +146,14 @@ def one_line(error: Exception) -> str:
         return f"cannot read or write {error.filename} ({error.strerror}): choose another path"
     if not isinstance(error, ValidationError):
         return " ".join(str(error).split())
-    return "; ".join(
-        f"--{place[0]}: ".replace("_", "-") + words if place else words for place, words in problems(error)
-    )
+    return "; ".join(_placed(place, words) for place, words in problems(error))
+
+
+def _placed(place: Place, words: str) -> str:
+    """The option, and within it the setting, that a problem is of."""
+    inner = ".".join(part for part in place[1:] if isinstance(part, str))
+    options = [f"--{place[0]}".replace("_", "-")] if place else []
+    return ": ".join([*options, *([inner] if inner else []), words])
 
 
 def print_whole(table: "Table") -> None:

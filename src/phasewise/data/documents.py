@@ -5,6 +5,7 @@ A source has parts in a fixed order (a file, a split of a data set), and a part 
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import datasets
 
-UTF8_SIGNATURE = b"\xef\xbb\xbf"
+UTF8_SIGNATURE = codecs.BOM_UTF8
+UTF16_SIGNATURES = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 LARGEST_IN_MEMORY = 1 << 28
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
 BLOCK = 1 << 20
@@ -194,6 +196,8 @@ def text_documents(path: Path, *, separator: str | None) -> Documents:
             contents = [file.read()] if separator is None else _separated(file, separator.encode())
             for number, content in enumerate(contents):
                 place = content.find(b"\0")
+                if place >= 0 and content.startswith(UTF16_SIGNATURES):
+                    raise ValueError(f"{path} is text in UTF-16 or UTF-32; write it again in UTF-8")
                 if place >= 0:
                     raise ValueError(
                         f"{path} is binary (a zero byte at {place}), not text; leave it out of the path"
