@@ -13,6 +13,7 @@ from phasewise.frequencies.rules import (
     LongRoPE,
     Proportional,
     YaRN,
+    only,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "Proportional",
     "Static",
     "YaRN",
+    "only",
 ]

@@ -6,6 +6,7 @@ n = rotated_dim / 2 every rule equals Hugging Face transformers' own of that nam
 """
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -335,6 +336,20 @@ AnyFrequencies = Annotated[
     Geometric | Linear | NTK | DynamicNTK | YaRN | DynamicYaRN | LongRoPE | Llama3 | Proportional | Explicit,
     Field(discriminator="kind"),
 ]
+
+
+def only(rules: Sequence[AnyFrequencies]) -> AnyFrequencies | None:
+    """The one rule of a model's layers; None for no rules. Raises ValueError for different ones.
+
+    >>> only([Geometric(base=1e4), Geometric(base=1e4)])
+    Geometric(kind='geometric', base=10000.0)
+    """
+    if len(set(rules)) > 1:
+        raise ValueError(
+            f"the layers have different rules ({'; '.join(map(str, dict.fromkeys(rules)))}); "
+            "give a model whose layers share one"
+        )
+    return rules[0] if rules else None
 
 
 def _geometric(base: float | Tensor, n: int, device: Device) -> Tensor:

@@ -20,16 +20,9 @@ from torch import Tensor, nn
 
 from phasewise.device import floating, usable
 from phasewise.encodings import PoPEConfig, RoPEConfig
-from phasewise.frequencies import AnyFrequencies
-from phasewise.hf.settings import (
-    forget,
-    global_settings,
-    head_dim,
-    native_length,
-    rules_by_length,
-    turn_anew,
-    write,
-)
+from phasewise.frequencies import AnyFrequencies, only
+from phasewise.hf import settings
+from phasewise.hf.rotary import forget, turn_anew
 from phasewise.model import Transformer, rescaled
 from phasewise.model import folder as own
 from phasewise.model.generate import generate
@@ -181,7 +174,7 @@ class _Own(LanguageModel):
 
     @property
     def frequencies(self) -> AnyFrequencies | None:
-        return _one([encoding.frequencies for encoding in self._spectral()])
+        return self.network.config.frequencies
 
     @property
     def head_dim(self) -> int:
@@ -227,8 +220,6 @@ class _HuggingFace(LanguageModel):
     def __init__(self, network: PreTrainedModel) -> None:
         from transformers import GenerationConfig
 
-        from phasewise.hf.reading import trained_length
-
         super().__init__()
         self.network = network
         network.generation_config = GenerationConfig()  # penalties and beams would change what is likeliest
@@ -236,28 +227,28 @@ class _HuggingFace(LanguageModel):
         self.config = Facts(
             family=network.config.model_type,
             vocab_size=text.vocab_size,
-            trained_length=trained_length(text),
-            native_length=native_length(text),
+            trained_length=settings.trained_length(text),
+            native_length=settings.native_length(text),
         )
         self.eval()
 
     @property
     def frequencies(self) -> AnyFrequencies | None:
-        return _one([settings.frequencies for settings in global_settings(self.network.config)])
+        return only([each.frequencies for each in settings.global_settings(self.network.config)])
 
     @property
     def head_dim(self) -> int:
-        return head_dim(self.network.config)
+        return settings.head_dim(self.network.config)
 
     @property
     def channels(self) -> int | None:
-        counts = {settings.channels(self.head_dim) for settings in global_settings(self.network.config)}
+        counts = {each.channels(self.head_dim) for each in settings.global_settings(self.network.config)}
         return counts.pop() if counts else None
 
     def served(self, rule: AnyFrequencies) -> LanguageModel:
         shared = {id(parameter): parameter for parameter in self.network.parameters()}
         network = copy.deepcopy(self.network, shared)
-        write(network.config, rule, self.head_dim)
+        settings.write(network.config, rule)
         if not turn_anew(network):
             raise ValueError(
                 f"this {self.config.family} model keeps its rates where they cannot be changed; serve it by its own"
@@ -288,7 +279,7 @@ class _HuggingFace(LanguageModel):
 
     def _lengths_differ(self, at: Positions | None) -> TypeGuard[Positions]:
         """Whether transformers would turn rows of several lengths at the rates of the longest."""
-        by_length = rules_by_length(self.network.config.get_text_config())
+        by_length = settings.rules_by_length(self.network.config.get_text_config())
         return at is not None and len(by_length) > 0 and len(set(at.index.amax(1).tolist())) > 1
 
     def continued(self, tokens: Tensor, *, length: int, stop: Sequence[int] = ()) -> Tensor:
@@ -358,12 +349,3 @@ def _places(tokens: Tensor, at: Positions | None) -> dict[str, Tensor]:
     at = at.expand(len(tokens))
     padded = bool((at.segment < 0).any())
     return {"position_ids": at.index} | ({"attention_mask": (at.segment >= 0).long()} if padded else {})
-
-
-def _one(rules: list[AnyFrequencies]) -> AnyFrequencies | None:
-    if len(set(rules)) > 1:
-        raise ValueError(
-            f"the layers have different rules ({'; '.join(map(str, dict.fromkeys(rules)))}); "
-            "give a model whose layers share one"
-        )
-    return rules[0] if rules else None

@@ -16,7 +16,7 @@ Letters: B rows, T tokens, H heads, D head dim, r width of cos and sin, N values
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from phasewise.encodings import NoPE, RoPE
 from phasewise.frequencies import Explicit
-from phasewise.hf.settings import forget
+from phasewise.hf.rotary import forget
+from phasewise.hf.settings import trained_length
 from phasewise.model.reading import Facts, Layer, Reader, Sink
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "gpt_neox")
@@ -89,24 +90,17 @@ class HFReader(Reader):
     def read(self, tokens: Tensor, sink: Sink) -> None:
         reached: list[int] = []
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = _Call.of(module, args, kwargs)
-            if call is None:
-                return
-            if module not in self._turnings:
-                self._turnings[module] = None if call.unused() else _turning(call, self.facts.family)
-            turning = self._turnings[module]
+        def before(call: _Call) -> None:
+            if call.module not in self._turnings:
+                self._turnings[call.module] = None if call.unused() else _turning(call, self.facts.family)
+            turning = self._turnings[call.module]
             if turning is None:
                 return
             answer = call.ask(torch.ones_like(call.cos), torch.zeros_like(call.cos))
             reached.append(turning.layer.index)
             sink(turning.layer, turning.ordered(answer.q), turning.ordered(answer.k))
 
-        with ExitStack() as hooks:
-            for module in _takers(self.model):
-                handle = module.register_forward_pre_hook(before, with_kwargs=True)
-                hooks.callback(handle.remove)
-            forget(self.model)
+        with _calls(self.model, before):
             self.model.base_model(input_ids=tokens.to(self.model.device), use_cache=False)
         if not reached:
             raise ValueError(
@@ -125,18 +119,13 @@ class HFReader(Reader):
             self.read(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), lambda *_read: None)
         found: list[Rotation] = []
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            call = _Call.of(module, args, kwargs)
-            turning = None if call is None else self._turnings[module]
-            if call is not None and turning is not None:
+        def before(call: _Call) -> None:
+            turning = self._turnings[call.module]
+            if turning is not None:
                 cos, sin = (x[0][:, list(turning.entries)].double().cpu() for x in (call.cos, call.sin))
                 found.append(Rotation(turning.layer, cos, sin, half_split=turning.half_split))
 
-        with ExitStack() as hooks:
-            for module in _takers(self.model):
-                handle = module.register_forward_pre_hook(before, with_kwargs=True)
-                hooks.callback(handle.remove)
-            forget(self.model)
+        with _calls(self.model, before):
             tokens, seen = torch.zeros_like(index)[None], torch.ones_like(index)[None]
             self.model.base_model(
                 input_ids=tokens, attention_mask=seen, position_ids=index[None], use_cache=False
@@ -155,15 +144,6 @@ class Rotation:
     cos: Tensor
     sin: Tensor
     half_split: bool
-
-
-def trained_length(config: Any) -> int | None:
-    """Tokens a model was trained to attend over: the original length where its rope parameters name one."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    groups = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
-    originals = [group.get("original_max_position_embeddings") for group in groups]
-    known = [length for length in originals if length is not None]
-    return min(known) if known else getattr(config, "max_position_embeddings", None)
 
 
 def _takers(model: nn.Module) -> list[nn.Module]:
@@ -197,30 +177,25 @@ class _Call:
         """None when the layer is given no rotation."""
         signature = inspect.signature(module.forward)
         arguments = signature.bind(*args, **kwargs).arguments
-        rotation = arguments.get(ROTATION)
-        if rotation is None:
-            return None
-        if not (
-            isinstance(rotation, tuple | list) and [isinstance(x, Tensor) for x in rotation] == [True] * 2
-        ):
-            raise ValueError(
-                f"{type(module).__name__} is given rotations in another form than cos and sin, and is not read; "
-                f"{READ}"
-            )
-        first, second = rotation
+        match arguments.get(ROTATION):
+            case None:
+                return None
+            case [Tensor() as first, Tensor() as second]:
+                pass
+            case _:
+                raise ValueError(
+                    f"{type(module).__name__} is given rotations in another form than cos and sin, and is not read; "
+                    f"{READ}"
+                )
         sin_first = not first[:, 0].any()  # at position 0, sin is 0 and cos is not
         cos, sin = (second, first) if sin_first else (first, second)
         return cls(module, signature, arguments, arguments["hidden_states"], cos, sin, sin_first)
 
     def ask(self, cos: Tensor, sin: Tensor, hidden: Tensor | None = None) -> _Answer:
         """Queries and keys under another rotation, with what else the layer tells its attention function."""
-        hidden = self.hidden if hidden is None else hidden
-        rotation = (sin, cos) if self.sin_first else (cos, sin)
-        changed = {**self.arguments, "hidden_states": hidden, ROTATION: rotation}
-        call = inspect.BoundArguments(self.signature, changed)  # type: ignore[arg-type]
         try:
             with _asking(self.module.config):
-                self.module.forward(*call.args, **call.kwargs)
+                self._made(cos, sin, self.hidden if hidden is None else hidden)
         except _Answer as answer:
             return answer.with_traceback(None)  # its frames hold everything that the layer computed
         raise self._by_itself()
@@ -233,20 +208,40 @@ class _Call:
         if getattr(self.module, "config", None) is not None:
             return False
         one, zero = torch.ones_like(self.cos), torch.zeros_like(self.cos)
-        results = []
-        for rotation in ((one, zero), (zero, one)):
-            call = inspect.BoundArguments(self.signature, {**self.arguments, ROTATION: rotation})  # type: ignore[arg-type]
-            result = self.module.forward(*call.args, **call.kwargs)
-            results.append(result if isinstance(result, Tensor) else result[0])
-        if not torch.equal(*results):
+        results = [self._made(*rotation, self.hidden) for rotation in ((one, zero), (zero, one))]
+        if not torch.equal(*(each if isinstance(each, Tensor) else each[0] for each in results)):
             raise self._by_itself()
         return True
+
+    def _made(self, cos: Tensor, sin: Tensor, hidden: Tensor) -> Any:
+        """What the module makes of `hidden` under another rotation."""
+        rotation = (sin, cos) if self.sin_first else (cos, sin)
+        changed = {**self.arguments, "hidden_states": hidden, ROTATION: rotation}
+        call = inspect.BoundArguments(self.signature, changed)  # type: ignore[arg-type]
+        return self.module.forward(*call.args, **call.kwargs)
 
     def _by_itself(self) -> ValueError:
         return ValueError(
             f"{type(self.module).__name__} computes attention by itself, not through transformers' attention "
             f"interface, and is not read; {READ}"
         )
+
+
+@contextmanager
+def _calls(model: PreTrainedModel, before: Callable[[_Call], None]) -> Iterator[None]:
+    """Tell `before` of every call of an attention layer that is given a rotation, in a pass that follows no other."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = _Call.of(module, args, kwargs)
+        if call is not None:
+            before(call)
+
+    forget(model)
+    with ExitStack() as hooks:
+        for module in _takers(model):
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield
 
 
 @contextmanager

@@ -3,9 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import nn
-
 from phasewise.frequencies import AnyFrequencies, Explicit, LongRoPE
 from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
 
@@ -95,36 +92,11 @@ def rules_by_length(text: Any) -> set[str]:
     return {str(group.get("rope_type")) for group in _groups(text)} & {"dynamic", "longrope"}
 
 
-def forget(network: Any) -> None:
-    """Let the rates of a decoder's next call follow that call alone.
-
-    transformers' "dynamic" keeps those of the longest call so far for every call from the original length on; only a
-    shorter one takes them back, as the one place that is asked for here.
-    """
-    if "dynamic" not in rules_by_length(network.config.get_text_config()):
-        return
-    first = torch.zeros(1, 1, dtype=torch.int64, device=network.device)
-    for module in _rotary(network).values():
-        kinds = module.rope_type
-        for kind in kinds if isinstance(kinds, Mapping) else (None,):
-            module(first.float(), first, *(() if kind is None else (kind,)))
-
-
-def turn_anew(network: Any) -> bool:
-    """Build a decoder's modules that hold rates anew from its config; whether there are any."""
-    text, rotary = network.config.get_text_config(), _rotary(network)
-    for name, module in rotary.items():
-        anew: nn.Module = type(module)(text)
-        network.set_submodule(name, nn.Module.to(anew, network.device))
-    return len(rotary) > 0
-
-
-def _rotary(network: Any) -> dict[str, Any]:
-    return {
-        name: module
-        for name, module in network.named_modules()
-        if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
-    }
+def trained_length(text: Any) -> int | None:
+    """Tokens a model was trained to attend over: the original length where its rope parameters name one."""
+    originals = [group.get("original_max_position_embeddings") for group in _groups(text)]
+    known = [length for length in originals if length is not None]
+    return min(known) if known else getattr(text, "max_position_embeddings", None)
 
 
 def native_length(text: Any) -> int | None:
@@ -146,15 +118,15 @@ def _groups(text: Any) -> list[Mapping[str, Any]]:
     return [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
 
 
-def write(config: Any, rule: AnyFrequencies, head_dim: int) -> None:
+def write(config: Any, rule: AnyFrequencies) -> None:
     """Write the rule into the config, for the layers that see the whole context."""
-    text = config.get_text_config()
+    text, width = config.get_text_config(), head_dim(config)
     if not global_settings(config):
         raise ValueError(f"this {config.model_type} model has no rates to change; give one with RoPE")
     settings = from_hf(config)
 
     def changed(before: RopeSettings) -> RopeSettings:
-        n = before.channels(head_dim)
+        n = before.channels(width)
         rule.at(1, n).rates(n)  # raises where the rule does not fit
         as_written = (
             listed(rule, original_length=text.max_position_embeddings) if isinstance(rule, Explicit) else rule
@@ -162,17 +134,16 @@ def write(config: Any, rule: AnyFrequencies, head_dim: int) -> None:
         return before.model_copy(update={"frequencies": as_written})
 
     if isinstance(settings, RopeSettings):
-        written = to_hf(changed(settings), head_dim=head_dim)
+        written = to_hf(changed(settings), head_dim=width)
     else:
         nested = {
             layer: before if before is None or layer == SLIDING else changed(before)
             for layer, before in settings.items()
         }
-        written = to_hf(nested, head_dim=head_dim)
+        written = to_hf(nested, head_dim=width)
     for key, value in written.items():
         setattr(text, key, value)
     original = getattr(rule, "original_length", None)
     if original is not None and getattr(text, "original_max_position_embeddings", None) is not None:
-        text.original_max_position_embeddings = (
-            original  # Phi-3's own, which transformers puts before the rule's
-        )
+        # Phi-3's own, which transformers puts before the rule's.
+        text.original_max_position_embeddings = original

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from phasewise.encodings import AnyEncodingConfig
+from phasewise.encodings import AnyEncodingConfig, PoPEConfig, RoPEConfig
+from phasewise.frequencies import AnyFrequencies, only
 from phasewise.positions import FURTHEST
 
 Count = Annotated[int, Field(ge=1, le=2**20)]
@@ -104,6 +105,13 @@ class ModelConfig(BaseModel):
     def encodings(self) -> tuple[AnyEncodingConfig, ...]:
         """The encoding of each layer."""
         return self.encoding if isinstance(self.encoding, tuple) else (self.encoding,) * self.layers
+
+    @property
+    def frequencies(self) -> AnyFrequencies | None:
+        """The rule of the layers that have rates, None without any; ValueError for different ones."""
+        return only(
+            [each.frequencies for each in self.encodings if isinstance(each, RoPEConfig | PoPEConfig)]
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -28,7 +28,7 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     """
     try:
         from phasewise.hf.checkpoint import read_config, require_weights
-        from phasewise.hf.settings import global_settings, head_dim, native_length, write
+        from phasewise.hf.settings import global_settings, native_length, write
     except ModuleNotFoundError as error:
         raise ValueError(
             f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
@@ -54,7 +54,7 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
         raise ValueError(f"length {length} is not above {served}, which {folder} serves: choose a longer one")
     rule = way.at(Present(settings[0].frequencies, served), length)
     assert rule is not None
-    write(config, rule, head_dim(config))
+    write(config, rule)
     text.max_position_embeddings = length
     _require_read_back(config, rule)
     out.mkdir(parents=True, exist_ok=True)
