@@ -23,6 +23,11 @@ def helped(capsys, command):
     return " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
 
 
+def test_version_names_what_a_report_of_trouble_needs(capsys):
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"python 3\.\S+, phasewise \S+, torch \S+.*\n", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("command", READ_A_CORPUS)
 def test_help_lists_every_corpus(capsys, command):
     assert CORPORA in helped(capsys, command)

@@ -54,7 +54,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         print("usage: phasewise COMMAND [OPTIONS]\n")
         for command, function in COMMANDS.items():
             print(f"  {command:10}{(function.__doc__ or '').splitlines()[0]}")
-        print("\nphasewise COMMAND --help lists a command's options.")
+        print("\nphasewise COMMAND --help lists a command's options; phasewise --version, what it runs on.")
+        return 0
+    if name == "--version":
+        from phasewise.record import versions
+
+        print(", ".join(f"{package} {version}" for package, version in versions().items()))
         return 0
     if name not in COMMANDS:
         return leave(f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", BAD_INPUT)
