@@ -14,6 +14,7 @@ from tests.hf.tiny import MODELS, SIZES, tiny
 
 transformers = pytest.importorskip("transformers", reason="reading checkpoints needs transformers")
 
+from phasewise.hf import reading  # noqa: E402
 from phasewise.hf.reading import ASKING, FAMILIES, HFReader  # noqa: E402
 
 TOKENS = torch.arange(3, 43)[None] % 64
@@ -89,6 +90,13 @@ def test_half_precision_models_are_read_as_they_are(name, dtype):
         assert torch.allclose(rates, exact, rtol=4e-3)
 
 
+def test_a_layer_whose_scores_are_not_those_of_what_was_read_is_refused(monkeypatch):
+    rates = reading._rates
+    monkeypatch.setattr(reading, "_rates", lambda cos, sin: (rates(cos, sin)[0][::-1], 1.0))
+    with pytest.raises(ValueError, match="this llama model do more than turn their channels in pairs"):
+        read(tiny("llama"))
+
+
 def test_reading_changes_nothing_in_the_model():
     model = tiny("qwen3")
     before = model(TOKENS).logits
@@ -139,11 +147,13 @@ HYBRID = {
         ("qwen3_next", HYBRID, [(3, None)]),
         ("phimoe", {**SMALL, "sliding_window": 8, "num_local_experts": 2}, [(0, 8), (1, 8)]),
         ("ministral3", {**SMALL, "sliding_window": None}, [(0, None), (1, None)]),
+        ("nanochat", SMALL, [(0, None), (1, None)]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_attention_of_the_layers_read_is_that_of_the_model(family, sizes, expected):
-    """Linear attention beside it, a window told by the mask alone, queries scaled by their place."""
+    """Linear attention beside it, a window told by the mask alone, queries scaled by their place, norms after
+    the rotation."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
