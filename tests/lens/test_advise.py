@@ -49,7 +49,7 @@ def advised(kind, rank, result, refused=None):
 
 def judged(*settings, **options):
     ordered, verdict = judge(settings, TRAINED, WANTED, **options)
-    return [one.option.kind for one in ordered], verdict, disagreements(ordered, TRAINED, WANTED)
+    return [one.option.kind for one in ordered], verdict, disagreements(ordered, WANTED)
 
 
 def test_verdict_follows_the_measurement_and_says_what_it_contradicts():

@@ -127,7 +127,7 @@ def _losses(evaluation: Evaluation, number: int) -> Table:
         if first.task
         else f"{counted} scored tokens at each length, stride {strides}"
     )
-    table = _table(evaluation.rows, caption)
+    table = _table(caption)
     for measured in first.measurements:
         table.add_column(f"{measured.length}", justify="right")
     for row, loss in zip(evaluation.rows, found, strict=True):
@@ -142,7 +142,7 @@ def _needles(rows: Sequence[Evaluated], number: int) -> Table:
         f"share of passkeys retrieved, {_counted(found[0].needles)}, mean over depths "
         f"{', '.join(f'{depth:g}' for depth in depths)}, {found[0].cells[0].examples} each"
     )
-    table = _table(rows, caption)
+    table = _table(caption)
     lengths = sorted({cell.length for cell in found[0].cells})
     for length in lengths:
         table.add_column(f"{length}", justify="right")
@@ -153,7 +153,7 @@ def _needles(rows: Sequence[Evaluated], number: int) -> Table:
 
 
 def _tasks(rows: Sequence[Evaluated]) -> Table:
-    table = _table(rows, "zero-shot, as lm-eval defines the tasks; of a group, the mean of its tasks")
+    table = _table("zero-shot, as lm-eval defines the tasks; of a group, the mean of its tasks")
     columns = [
         (number, metric)
         for number, score in enumerate(rows[0].tasks)
@@ -179,7 +179,7 @@ def _counted(needles: int) -> str:
     return "1 needle" if needles == 1 else f"{needles} needles"
 
 
-def _table(rows: Sequence[Evaluated], caption: str) -> Table:
+def _table(caption: str) -> Table:
     table = Table(caption=caption, caption_justify="left")
     table.add_column("checkpoint", no_wrap=True)
     table.add_column("trained at", justify="right")

@@ -136,7 +136,7 @@ def advise(
             )
         found = _Found(model, corpus, wanted, trained)
         if model.channels is None:
-            return _without_rates(found, bench, progress, stop)
+            return _without_rates(found, bench, progress)
         return _with_rates(found, bench, progress, stop)
 
 
@@ -188,9 +188,7 @@ def _trained(model: LanguageModel, wanted: Wanted) -> int:
     return trained
 
 
-def _without_rates(
-    found: _Found, bench: Bench | None, progress: Progress, stop: Callable[[], bool]
-) -> Advice:
+def _without_rates(found: _Found, bench: Bench | None, progress: Progress) -> Advice:
     said = "its positions have no rates: there is nothing to scale, it serves longer inputs as it is or not at all"
     measured = partial = None
     reasons = [said]
@@ -240,7 +238,7 @@ def _with_rates(found: _Found, bench: Bench | None, progress: Progress, stop: Ca
         verdict,
         evidence=evidence,
         advised=ordered,
-        disagreements=disagreements(ordered, found.trained, wanted.length),
+        disagreements=disagreements(ordered, wanted.length),
         partial=partial,
     )
 
@@ -351,7 +349,7 @@ def judge(
     return ordered, verdict
 
 
-def disagreements(advised: Sequence[Advised], trained: int, wanted: int) -> tuple[str, ...]:
+def disagreements(advised: Sequence[Advised], wanted: int) -> tuple[str, ...]:
     """Where what was measured contradicts what was predicted, or passkeys contradict the loss."""
     tried = [(one.option, one.measured) for one in advised if one.measured is not None]
     if len(tried) < 2:

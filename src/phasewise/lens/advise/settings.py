@@ -76,7 +76,7 @@ def settings(
     vllm, refused = _vllm(config, written, wanted)
     if refused:
         notes["vllm"] = refused
-    flags, refused = _llama_cpp(written, channels, trained, wanted)
+    flags, refused = _llama_cpp(written, channels, wanted)
     if refused:
         notes["llama.cpp"] = refused
     return Settings(
@@ -107,9 +107,7 @@ def _vllm(config: dict[str, object], rule: AnyFrequencies, wanted: int) -> tuple
     return f"--hf-overrides '{json.dumps(overrides)}' --max-model-len {wanted}", None
 
 
-def _llama_cpp(
-    rule: AnyFrequencies, channels: int, trained: int, wanted: int
-) -> tuple[str | None, str | None]:
+def _llama_cpp(rule: AnyFrequencies, channels: int, wanted: int) -> tuple[str | None, str | None]:
     size = f"--ctx-size {wanted}"
     if isinstance(rule, NTK):
         rule = rule.geometric(channels)

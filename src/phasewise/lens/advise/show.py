@@ -12,8 +12,6 @@ from phasewise.lens.advise.advice import Advice, Advised
 from phasewise.lens.advise.measured import by_position
 from phasewise.lens.charts import Axis, Figure, HeatMap, Line, Lines
 
-ENGINES = ("transformers", "vllm", "llama_cpp", "phasewise")
-
 
 def table(advice: Advice) -> Table:
     """One row a setting: predicted rank, loss before and after, passkeys found."""

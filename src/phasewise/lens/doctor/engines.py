@@ -84,7 +84,7 @@ def _longrope(written: Written, group: Group) -> dict[str, Number]:
     }
 
 
-def dynamic(written: Written, rules: Mapping[str | None, Frequencies], length: int) -> Iterator[Finding]:
+def dynamic(rules: Mapping[str | None, Frequencies], length: int) -> Iterator[Finding]:
     """Dynamic NTK: one base in engines that compute it once, none where the length is below the trained one."""
     for rule in rules.values():
         if not isinstance(rule, DynamicNTK):

@@ -184,7 +184,7 @@ def _of_config(written: Written, notes: _Notes, length: int) -> int | None:
         return written.longest
     rules = {layer: one.frequencies for layer, one in settings.items() if one is not None}
     notes.add("contradictions", lambda: ([], "every setting has one value"))
-    notes.add("dynamic", lambda: (list(engines.dynamic(written, rules, length)), ""))
+    notes.add("dynamic", lambda: (list(engines.dynamic(rules, length)), ""))
     notes.add("short inputs", lambda: (list(engines.short_inputs(rules, length)), ""))
     notes.add_fields(lambda: _fields(written, settings, length))
     return _trained(written)

@@ -72,12 +72,10 @@ def factor(written: Written) -> Iterator[Finding]:
                     by_hand="" if known else "the lengths do not tell it",
                 )
         elif ratio is not None and group.rule in ("yarn", "longrope") and ratio >= 1:
-            yield from _against_ratio(group, value, ratio, length, longest)
+            yield from _against_ratio(value, ratio, length, longest)
 
 
-def _against_ratio(
-    group: Group, value: float, ratio: float, length: int | None, longest: int | None
-) -> Iterator[Finding]:
+def _against_ratio(value: float, ratio: float, length: int | None, longest: int | None) -> Iterator[Finding]:
     if ratio == 1 or math.isclose(ratio, value):
         return
     evidence: dict[str, Any] = {
