@@ -11,10 +11,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
 
 from phasewise.data import Corpus, load, load_for
-from phasewise.lens.capture import open_checkpoint
+from phasewise.hf.language_model import LanguageModel, open_language_model
 from phasewise.lens.dependency import Blocks, Curve, Shuffle, dependency, log_spaced
 from phasewise.lens.dilation import Dilation, window_dilation
 from phasewise.lens.granularity import BY_UNIT, Sequences, require_granularity, sequences
@@ -24,7 +23,7 @@ from phasewise.lens.thresholds import SHAPES
 from phasewise.lens.verdict import Verdict, judge, together
 from phasewise.lens.width import Width, kernel, measure_width
 from phasewise.model.folder import inside
-from phasewise.model.reading import TransformerReader, require_count
+from phasewise.model.reading import require_count
 
 LONGEST = 16_384
 DISTANCES = 48
@@ -153,7 +152,7 @@ def profile(
         require_count("longest", longest)
     if seed < 0:
         raise ValueError(f"seed must be at least 0, but is {seed}")
-    opened = None if model is None else _opened(model)
+    opened = None if model is None else _Opened(model, open_language_model(model.checkpoint))
     done: list[CorpusProfile] = []
     partial = None
     with _progress(console or Console(quiet=True)) as progress:
@@ -178,11 +177,10 @@ def profile(
 
 @dataclass(frozen=True)
 class _Opened:
-    """A model to profile with: tokens to logits, and how many tokens it knows."""
+    """A model to profile with."""
 
     view: ModelView
-    logits: Callable[[Tensor], Tensor]
-    vocab_size: int
+    model: LanguageModel
 
 
 @dataclass
@@ -214,7 +212,7 @@ class _Sitting:
                 return
             view = opened.view
             corpus = load_for(inside(view.checkpoint), self.name, tokenizer=view.tokenizer)
-            corpus.require_known(opened.vocab_size)
+            corpus.require_known(opened.model.config.vocab_size)
             held_out = corpus.split("test")
             self.held_out = longer(held_out.take(np.arange(len(held_out))), view.context)
 
@@ -252,7 +250,7 @@ class _Sitting:
         with self._bar("model", opened.view.windows) as advance:
             started = perf_counter()
             curve = replacement(
-                opened.logits,
+                opened.model,
                 self.held_out,
                 context=opened.view.context,
                 windows=opened.view.windows,
@@ -350,19 +348,6 @@ def spread(longest: int) -> np.ndarray:
         return log_spaced(longest, count=DISTANCES)
     close_up = np.arange(first, first + CLOSE_UP)
     return np.union1d(log_spaced(longest, count=DISTANCES - CLOSE_UP), close_up)
-
-
-def _opened(view: ModelView) -> _Opened:
-    reader = open_checkpoint(view.checkpoint)
-    if isinstance(reader, TransformerReader):
-        return _Opened(view, reader.model, reader.facts.vocab_size)
-    from phasewise.hf.reading import HFReader
-
-    assert isinstance(reader, HFReader)
-    decoder = reader.model
-    return _Opened(
-        view, lambda tokens: decoder(input_ids=tokens, use_cache=False).logits, reader.facts.vocab_size
-    )
 
 
 def _longest(cut: Sequences) -> int:
