@@ -91,8 +91,8 @@ def test_half_precision_models_are_read_as_they_are(name, dtype):
 
 
 def test_a_layer_whose_scores_are_not_those_of_what_was_read_is_refused(monkeypatch):
-    rates = reading._rates
-    monkeypatch.setattr(reading, "_rates", lambda cos, sin: (rates(cos, sin)[0][::-1], 1.0))
+    entries = reading._entries
+    monkeypatch.setattr(reading, "_entries", lambda *given, pairs: entries(*given, pairs=pairs)[::-1])
     with pytest.raises(ValueError, match="this llama model do more than turn their channels in pairs"):
         read(tiny("llama"))
 

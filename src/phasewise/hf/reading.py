@@ -33,7 +33,6 @@ from phasewise.frequencies import Explicit
 from phasewise.hf.rotary import forget
 from phasewise.hf.settings import trained_length
 from phasewise.model.reading import Facts, Layer, Reader, Sink
-from phasewise.positions import Positions
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "gpt_neox")
 """Model types held to be read exactly by the tests; others are read when they are built the same way."""
@@ -44,7 +43,7 @@ ASKING = "phasewise-asking"
 PROBE_TOKENS = 4
 DIGITS = 16
 OFF = 0.02
-"""Of the largest score, up to which scores read are the layer's own: half precision knows a rate to 0.4 %."""
+"""Of the largest score, up to which scores read are the layer's own: half precision rounds what it turns."""
 
 
 class _Answer(Exception):
@@ -308,19 +307,22 @@ def _turning(call: _Call, family: str) -> _Turning:
         softcap=still.options.get("softcap"),
     )
     turning = _Turning(layer, torch.tensor(order), tuple(entries))
-    _require_scores(turning, still, call.ask(call.cos, call.sin, hidden), family)
+    _require_scores(turning, call, still, call.ask(call.cos, call.sin, hidden), family)
     return turning
 
 
-def _require_scores(turning: _Turning, still: _Answer, turned: _Answer, family: str) -> None:
-    """Raise ValueError unless the layer's own scores are those of what was read of it."""
-    length = still.q.shape[2]
-    exact = torch.finfo(still.q.dtype).eps < 1e-6
-    last = length - 1 if exact else min(length, PROBE_TOKENS) - 1
-    places = torch.linspace(0, last, min(length, PROBE_TOKENS), dtype=torch.float64).round().long()
-    at = Positions(places[None], torch.zeros_like(places)[None])
-    q, k = (turning.ordered(x[:1])[:, :, places].double().cpu() for x in (still.q, still.k))
-    read = turning.layer.encoding.scores(q, k, at, at, scale=1.0)
+def _require_scores(turning: _Turning, call: _Call, still: _Answer, turned: _Answer, family: str) -> None:
+    """Raise ValueError unless the layer's own scores are those of what was read of it, turned as it is told to."""
+    n, length = len(turning.entries), still.q.shape[2]
+    places = torch.linspace(0, length - 1, min(length, PROBE_TOKENS), dtype=torch.float64).round().long()
+    cos, sin = (x[0].double().cpu()[places][:, list(turning.entries)] for x in (call.cos, call.sin))
+
+    def turn(x: Tensor) -> Tensor:
+        wide = turning.ordered(x[:1])[:, :, places].double().cpu()
+        first, second = wide[..., :n], wide[..., n : 2 * n]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, wide[..., 2 * n :]], -1)
+
+    read = products(turn(still.q), turn(still.k))
     own = products(*(x[:1, :, places].double().cpu() for x in (turned.q, turned.k)))
     if not (read - own).abs().max() <= OFF * own.abs().max():
         raise ValueError(
