@@ -21,11 +21,11 @@ def doctor(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from phasewise.lens.doctor.examine import doctor
-    from phasewise.lens.doctor.opening import is_hugging_face, read_config
-    from phasewise.lens.doctor.repair import CONFIG, destination, repair, write
+    from phasewise.lens.doctor.opening import is_hugging_face
+    from phasewise.lens.doctor.repair import destination, repair, write
     from phasewise.lens.doctor.show import figures, repaired, summary, table
     from phasewise.lens.report import require_writable
-    from phasewise.model.folder import inside
+    from phasewise.model.folder import CONFIG, inside, read_settings
 
     @dataclass(kw_only=True)
     class Options(report_options()):
@@ -46,10 +46,10 @@ def doctor(arguments: Sequence[str]) -> int:
     fixed_at = None if options.fix is None else destination(options.fix, source)
     if fixed_at is not None:
         require_writable(fixed_at.parent)
-    if fixed_at is not None and not is_hugging_face(read_config(source)):
-        raise ValueError(
-            f"{source} is a config of this library, which cannot contradict itself; leave --fix out"
-        )
+        if not is_hugging_face(read_settings(source)):
+            raise ValueError(
+                f"{source} is a config of this library, which cannot contradict itself; leave --fix out"
+            )
 
     def make(stop: Callable[[], bool]) -> Report:
         found = doctor(
@@ -64,7 +64,7 @@ def doctor(arguments: Sequence[str]) -> int:
         title = f"Positions of {named(options.checkpoint)}"
         shown = [table(found)]
         if fixed_at is not None:
-            content, done = repair(read_config(source), found)
+            content, done = repair(read_settings(source), found)
             write(content, fixed_at)
             shown.append(f"Written to {fixed_at}.\n{repaired(done)}")
         return Report("doctor", title, found, figures(found), summary(found), shown, found.partial)

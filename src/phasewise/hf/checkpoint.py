@@ -1,6 +1,5 @@
 """A Hugging Face decoder from a local folder: whole, finite, or refused in one sentence. Never from a hub."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from phasewise.model.fitting import few, require_finite, reshaping
+from phasewise.model.folder import CONFIG, WEIGHTS, lacking, read_settings
 from phasewise.record import parsed
 
-WHOLE = ("model.safetensors", "pytorch_model.bin")
+WHOLE = (WEIGHTS, "pytorch_model.bin")
 INDEXES = tuple(f"{name}.index.json" for name in WHOLE)
 
 
@@ -85,11 +85,11 @@ def load(
 
 def _source(folder: Path) -> dict[str, str]:
     """What tells transformers to read a .gguf file; nothing where there is a config.json."""
-    if (folder / "config.json").is_file():
+    if (folder / CONFIG).is_file():
         return {}
     files = sorted(path.name for path in folder.glob("*.gguf"))
     if not files:
-        raise ValueError(f"{folder} has no config.json; give the folder of a checkpoint")
+        raise ValueError(lacking(folder))
     if len(files) > 1:
         raise ValueError(f"{folder} has {len(files)} .gguf files ({', '.join(files)}); keep one in a folder")
     if find_spec("gguf") is None:
@@ -107,14 +107,11 @@ def read_config(folder: Path, source: Mapping[str, str] = {}) -> Any:
             raise ValueError(
                 f"{folder / name} cannot be read ({_first_line(error)}); fetch it again"
             ) from error
-        try:
-            content = parsed((folder / "config.json").read_text(encoding="utf-8"))
-            family, own_code = content.get("model_type"), "auto_map" in content
-        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as broken:
-            raise ValueError(
-                f"{folder / 'config.json'} is no config ({_first_line(broken)}); fetch it again, or correct it"
-            ) from error
-        reason = "it brings code of its own, and none is run here" if own_code else _first_line(error)
+        content = read_settings(folder / CONFIG)
+        family = content.get("model_type")
+        reason = (
+            "it brings code of its own, and none is run here" if "auto_map" in content else _first_line(error)
+        )
         raise ValueError(
             f"transformers cannot read the config of {folder} (model_type {family!r}): {reason}; "
             "correct it, or give a checkpoint of an architecture that transformers has"
@@ -131,7 +128,7 @@ def require_weights(folder: Path) -> None:
         files = [name for name in WHOLE if (folder / name).is_file()][:1]
         if not files:
             raise ValueError(
-                f"{folder} has a config.json but no weights: it needs one of {', '.join([*WHOLE, *INDEXES])}"
+                f"{folder} has a {CONFIG} but no weights: it needs one of {', '.join([*WHOLE, *INDEXES])}"
             )
     else:
         try:

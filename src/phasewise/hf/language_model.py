@@ -7,7 +7,6 @@ modules are built anew. So what is measured is what the setting does. Weights ar
 from __future__ import annotations
 
 import copy
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from phasewise.model.generate import generate
 from phasewise.model.history import trained_length
 from phasewise.model.reading import Reader, TransformerReader
 from phasewise.positions import Positions
-from phasewise.record import parsed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -151,15 +149,9 @@ def is_hugging_face(folder: Path) -> bool:
     Raises ValueError for a folder with neither kind of checkpoint.
     """
     config = folder / own.CONFIG
-    if not config.is_file():
-        if any(folder.glob("*.gguf")):
-            return True
-        raise ValueError(own.lacking(folder))
-    try:
-        content = parsed(config.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{config} is not JSON: {error}; fetch it again, or correct it") from error
-    return isinstance(content, dict) and "model_type" in content
+    if not config.is_file() and any(folder.glob("*.gguf")):
+        return True
+    return "model_type" in own.read_settings(config)
 
 
 class _Own(LanguageModel):

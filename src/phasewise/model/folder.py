@@ -1,6 +1,8 @@
 """A model on disk: a folder with config.json and model.safetensors."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -9,7 +11,7 @@ from phasewise.model.config import ModelConfig
 from phasewise.model.fitting import misfit, require_finite
 from phasewise.model.transformer import Transformer
 from phasewise.problems import first
-from phasewise.record import replacing
+from phasewise.record import parsed, replacing
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -32,6 +34,21 @@ def lacking(folder: Path) -> str:
     """What to say of a folder without a model: that it has none, and of a run of several trainings, where they are."""
     below = sorted(str(path.parents[1]) for path in folder.glob(f"runs/*/{MODEL}/{CONFIG}"))
     return f"{folder} has no {CONFIG}; give the folder of a checkpoint{', as ' * bool(below)}{' or '.join(below)}"
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a config.json holds, this library's or another's; ValueError for what is none."""
+    if not path.is_file():
+        raise ValueError(lacking(path.parent))
+    try:
+        content = parsed(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; fetch it again, or correct it") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path} holds {type(content).__name__}, not the settings of a model; give a config.json"
+        )
+    return content
 
 
 def save(model: Transformer, folder: str | Path) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from phasewise.frequencies import AnyFrequencies
 from phasewise.frequencies_hf import RopeSettings, from_hf
+from phasewise.model.folder import CONFIG
 from phasewise.record import replacing
 from phasewise.train.continuation import ExtendRecipe
 from phasewise.train.folder import require_free
 from phasewise.train.rules import Present, Search
 
-CONFIG = "config.json"
 WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,7 +18,6 @@ from phasewise.model import ModelConfig, Transformer, history
 from phasewise.model import folder as own_folder
 from phasewise.model.reading import TransformerReader
 from phasewise.problems import first
-from phasewise.record import parsed
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def open_case(checkpoint: Any, *, trained_length: int | None, dtype: str | None,
             raise ValueError("a .gguf file has its trained length; leave trained_length out")
         patient = _hugging_face(path, precision, device)
         return Case(str(path), patient.config.model_type, Written(patient.config.to_dict()), None, patient)
-    content = read_config(path / own_folder.CONFIG if path.is_dir() else path)
+    content = own_folder.read_settings(path / own_folder.CONFIG if path.is_dir() else path)
     if not is_hugging_face(content):
         return _of_own(path, content, trained_length, precision, device)
     if trained_length is not None:
@@ -126,21 +124,6 @@ def _hugging_face(folder: Path, precision: torch.dtype | None, device: str) -> H
 
 def _own_patient(model: Transformer, trained_length: int | None) -> OwnPatient:
     return OwnPatient(model.eval(), TransformerReader(model, trained_length=trained_length))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The config at `path`; ValueError for what is none."""
-    if not path.is_file():
-        raise ValueError(own_folder.lacking(path.parent))
-    try:
-        content = parsed(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}; fetch it again, or correct it") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} holds {type(content).__name__}, not the settings of a model; give a config.json"
-        )
-    return content
 
 
 def is_hugging_face(content: Mapping[str, Any]) -> bool:

@@ -10,9 +10,8 @@ from typing import Any
 
 from phasewise.lens.doctor.diagnosis import Diagnosis, Edit
 from phasewise.lens.spectrum import Values
+from phasewise.model.folder import CONFIG
 from phasewise.record import replacing
-
-CONFIG = "config.json"
 
 
 class Repair(Values):
