@@ -12,6 +12,7 @@ RANKS = {
     "positions": 0,
     "frequencies": 0,
     "problems": 0,
+    "progress": 0,
     "record": 0,
     "interrupt": 0,
     "device": 0,

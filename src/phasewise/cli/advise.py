@@ -56,10 +56,9 @@ def advise(arguments: Sequence[str]) -> int:
 
 
 def _pretraining(options: Any, stop: Callable[[], bool]) -> Report:
-    from rich.console import Console
-
     from phasewise.data import load
     from phasewise.lens.advise.pretraining import described, plan
+    from phasewise.progress import stderr
 
     if options.head_dim is None:
         raise ValueError("give a checkpoint, or --head-dim for advice on pretraining")
@@ -68,7 +67,7 @@ def _pretraining(options: Any, stop: Callable[[], bool]) -> Report:
         corpus,
         length=options.length,
         head_dim=options.head_dim,
-        console=Console(stderr=True, markup=False),
+        console=stderr(),
         stop=stop,
     )
     said = described(found)
@@ -76,13 +75,12 @@ def _pretraining(options: Any, stop: Callable[[], bool]) -> Report:
 
 
 def _extension(options: Any, stop: Callable[[], bool]) -> Report:
-    from rich.console import Console
-
     from phasewise.data import load_for
     from phasewise.lens.advise.advice import Wanted, advise
     from phasewise.lens.advise.measured import Trial
     from phasewise.lens.advise.show import figures, summary, table, words
     from phasewise.model.folder import inside
+    from phasewise.progress import stderr
 
     if options.head_dim is not None:
         raise ValueError("a checkpoint has its head_dim; leave --head-dim out")
@@ -98,7 +96,7 @@ def _extension(options: Any, stop: Callable[[], bool]) -> Report:
         ),
         dtype=options.dtype,
         device=options.device,
-        console=Console(stderr=True, markup=False),
+        console=stderr(),
         stop=stop,
     )
     title = f"{named(options.checkpoint)} at {options.length} tokens"

@@ -14,8 +14,8 @@ evaluation of every training. Ctrl-C and SIGTERM keep what is done; --resume goe
 def compare(arguments: Sequence[str]) -> int:
     """Train several encodings under one budget and evaluate each beyond the trained length."""
     import tyro
-    from rich.console import Console
 
+    from phasewise.progress import stderr
     from phasewise.train.compare import compare, read_begun
     from phasewise.train.recipe import CompareRecipe
     from phasewise.train.report import table
@@ -32,7 +32,7 @@ def compare(arguments: Sequence[str]) -> int:
             resume=options.resume,
             figure=options.figure,
             device=options.device,
-            console=Console(stderr=True, markup=False),
+            console=stderr(),
         )
     print_run(options.out, as_json=options.as_json, shown=[table(comparison)])
     return 0

@@ -18,7 +18,6 @@ writes a report folder; with --fix, the config with the corrections that need no
 def doctor(arguments: Sequence[str]) -> int:
     """Find what is silently wrong with the positions of a checkpoint; exit code 1 when something is."""
     import tyro
-    from rich.console import Console
 
     from phasewise.lens.doctor.examine import doctor
     from phasewise.lens.doctor.opening import is_hugging_face
@@ -26,6 +25,7 @@ def doctor(arguments: Sequence[str]) -> int:
     from phasewise.lens.doctor.show import figures, repaired, summary, table
     from phasewise.lens.report import require_writable
     from phasewise.model.folder import CONFIG, inside, read_settings
+    from phasewise.progress import stderr
 
     @dataclass(kw_only=True)
     class Options(report_options()):
@@ -58,7 +58,7 @@ def doctor(arguments: Sequence[str]) -> int:
             trained_length=options.trained_length,
             dtype=options.dtype,
             device=options.device,
-            console=Console(stderr=True, markup=False),
+            console=stderr(),
             stop=stop,
         )
         title = f"Positions of {named(options.checkpoint)}"

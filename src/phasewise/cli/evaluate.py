@@ -14,8 +14,8 @@ Ctrl-C keeps what is measured; --resume goes on."""
 def evaluate(arguments: Sequence[str]) -> int:
     """Measure checkpoints: loss by length and position, passkeys, answers, zero-shot tasks."""
     import tyro
-    from rich.console import Console
 
+    from phasewise.progress import stderr
     from phasewise.train.evaluation import evaluate
     from phasewise.train.evaluation_recipe import EvaluateRecipe, read_begun
     from phasewise.train.evaluation_report import tables
@@ -37,7 +37,7 @@ def evaluate(arguments: Sequence[str]) -> int:
             resume=options.resume,
             figure=options.figure,
             device=options.device,
-            console=Console(stderr=True, markup=False),
+            console=stderr(),
         )
     print_run(options.out, as_json=options.as_json, shown=tables(evaluation))
     return 0

@@ -17,10 +17,10 @@ and nothing is trained or measured."""
 def extend(arguments: Sequence[str]) -> int:
     """Continue a checkpoint at a longer length, its rates changed; measure before and after."""
     import tyro
-    from rich.console import Console
 
     from phasewise.hf.language_model import is_hugging_face
     from phasewise.model.folder import inside
+    from phasewise.progress import stderr
     from phasewise.train.continuation import Continuation, ExtendRecipe, read_begun
     from phasewise.train.extend import extend
     from phasewise.train.extend_hf import rewrite
@@ -65,7 +65,7 @@ def extend(arguments: Sequence[str]) -> int:
                 resume=options.resume,
                 figure=options.figure,
                 device=here,
-                console=Console(stderr=True, markup=False),
+                console=stderr(),
             )
     finally:
         part()

@@ -17,13 +17,13 @@ marked partial."""
 def inspect(arguments: Sequence[str]) -> int:
     """Measure which frequencies every layer and head of a checkpoint uses, on data."""
     import tyro
-    from rich.console import Console
 
     from phasewise.data import CORPORA, TOKENIZERS, load_for
     from phasewise.lens.capture import open_checkpoint
     from phasewise.lens.inspect import Request, inspect
     from phasewise.lens.show import figures, summary, table
     from phasewise.model.folder import inside
+    from phasewise.progress import stderr
 
     @dataclass(kw_only=True)
     class Options(report_options()):
@@ -66,7 +66,7 @@ def inspect(arguments: Sequence[str]) -> int:
             device=options.device,
         )
         corpus = load_for(inside(options.checkpoint), options.data, tokenizer=options.tokenizer)
-        found = inspect(reader, corpus, request, console=Console(stderr=True, markup=False), stop=stop)
+        found = inspect(reader, corpus, request, console=stderr(), stop=stop)
         title = f"Frequencies of {named(options.checkpoint)}"
         return Report("inspect", title, found, figures(found), summary(found), [table(found)], found.partial)
 

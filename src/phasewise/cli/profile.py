@@ -15,12 +15,12 @@ Writes a report folder: report.json, report.html, and the figures. Ctrl-C keeps 
 def profile(arguments: Sequence[str]) -> int:
     """Measure how far back the tokens of corpora depend on each other, at several granularities."""
     import tyro
-    from rich.console import Console
 
     from phasewise.data import CORPORA, TOKENIZERS
     from phasewise.lens.dependency import Shuffle
     from phasewise.lens.profile import ModelView, profile
     from phasewise.lens.profile_report import figures, summary, table
+    from phasewise.progress import stderr
 
     @dataclass(kw_only=True)
     class Options:
@@ -65,7 +65,7 @@ def profile(arguments: Sequence[str]) -> int:
             shuffle=options.shuffle,
             model=view,
             seed=options.seed,
-            console=Console(stderr=True, markup=False),
+            console=stderr(),
             stop=stop,
         )
         title = "Dependency against distance"

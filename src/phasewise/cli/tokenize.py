@@ -19,12 +19,12 @@ def tokenize(arguments: Sequence[str]) -> int:
     from time import perf_counter
 
     import tyro
-    from rich.console import Console
     from rich.table import Table
 
     from phasewise.data.kinds import Origin
     from phasewise.data.tokenization import tokenize
     from phasewise.interrupt import Interrupted, interruptible
+    from phasewise.progress import stderr
 
     @dataclass(kw_only=True)
     class Options:
@@ -49,7 +49,7 @@ def tokenize(arguments: Sequence[str]) -> int:
                 origin,
                 options.out,
                 shard_tokens=options.shard_tokens,
-                console=Console(stderr=True, markup=False),
+                console=stderr(),
                 stop=stop,
             )
         except Interrupted as error:

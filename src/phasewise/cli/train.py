@@ -18,8 +18,8 @@ def train(arguments: Sequence[str]) -> int:
     """Train one model with any encoding, on one device or many."""
     import torch
     import tyro
-    from rich.console import Console
 
+    from phasewise.progress import stderr
     from phasewise.train.processes import join
     from phasewise.train.processes import leave as part
     from phasewise.train.recipe import RunRecipe
@@ -61,7 +61,7 @@ def train(arguments: Sequence[str]) -> int:
                 resume=options.resume,
                 processes=here,
                 trackers=options.tracker,
-                console=Console(stderr=True, markup=False),
+                console=stderr(),
             )
     finally:
         part()

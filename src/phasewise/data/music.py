@@ -165,14 +165,13 @@ def parse_chorales(names: Sequence[str] | None = None) -> list[np.ndarray]:
     """
     from music21 import corpus
     from music21.stream.base import Score
-    from rich.console import Console
     from rich.progress import track
+
+    from phasewise.progress import stderr
 
     paths = corpus.getComposer("bach") if names is None else names
     pieces = []
-    for path in track(
-        paths, description="Parsing chorales, once", console=Console(stderr=True, markup=False)
-    ):
+    for path in track(paths, description="Parsing chorales, once", console=stderr()):
         score = corpus.parse(path)
         if isinstance(score, Score) and len(score.parts) == VOICES:
             pieces.append(_checked(_on_grid(score)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phasewise.data.codec import BYTES
 from phasewise.data.corpus import Corpus
@@ -20,9 +19,6 @@ from phasewise.data.synthetic import indirect_indexing
 from phasewise.data.text import austen, text
 from phasewise.data.tokenization import collect
 from phasewise.record import parsed
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 NAMES = (
     "austen",
@@ -96,7 +92,9 @@ def load(
         case "jsonl" | "parquet" | "datasets":
             return collect(Origin(data=name, tokenizer=tokenizer))
         case "midi" | "maestro" | "asap":
-            return collect(Origin(data=name), _stderr())
+            from phasewise.progress import stderr
+
+            return collect(Origin(data=name), stderr())
         case "shards":
             return shards(Path(path).expanduser(), tokenizer)
         case "igsm":
@@ -169,12 +167,6 @@ def require_tokenizer_of(folder: str | Path, corpus: Corpus) -> None:
             f"{corpus.name} was made by another tokenizer than {own}: give data in the checkpoint's own tokens, or "
             "text for it to make tokens of"
         )
-
-
-def _stderr() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True, markup=False)
 
 
 def _whole(name: str, written: str, what: str, example: int) -> int:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from pydantic import Field
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from phasewise.data import Corpus
@@ -19,6 +18,7 @@ from phasewise.encodings.spectral import Spectral
 from phasewise.lens.phase import Phase, PhaseMeter
 from phasewise.lens.spectrum import Spectrum, SpectrumMeter, Values
 from phasewise.model.reading import Layer, Reader, require_count
+from phasewise.progress import bars
 
 LONGEST_CONTEXT = 2048
 SHORTEST_ROW = 2
@@ -120,7 +120,7 @@ def inspect(
         meters[layer.index].add(q, k)
 
     partial = None
-    with _progress(console or Console(quiet=True)) as progress:
+    with bars(console) as progress:
         bar = progress.add_task("layers read", total=len(plan.spans) * facts.layers)
         for row in plan.rows():
             if rows_read and stop():
@@ -151,16 +151,6 @@ def inspect(
         partial=partial,
         layers=tuple(meters[index].result(**lengths) for index in sorted(meters)),
     )
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @dataclass(frozen=True)

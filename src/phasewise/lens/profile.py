@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from phasewise.data import Corpus, load, load_for
 from phasewise.hf.language_model import LanguageModel, open_language_model
@@ -24,6 +24,7 @@ from phasewise.lens.verdict import Verdict, judge, together
 from phasewise.lens.width import Width, kernel, measure_width
 from phasewise.model.folder import inside
 from phasewise.model.reading import require_count
+from phasewise.progress import bars
 
 LONGEST = 16_384
 DISTANCES = 48
@@ -155,7 +156,7 @@ def profile(
     opened = None if model is None else _Opened(model, open_language_model(model.checkpoint))
     done: list[CorpusProfile] = []
     partial = None
-    with _progress(console or Console(quiet=True)) as progress:
+    with bars(console) as progress:
         sittings = [_Sitting(name, split, longest, shuffle, seed, progress, stop) for name in names]
         for sitting in sittings:
             sitting.load(opened, granularities)
@@ -356,13 +357,3 @@ def _longest(cut: Sequences) -> int:
     reach = np.unique(np.geomspace(1, max(2, ordered[-1] - 1), 200).astype(np.int64))
     pairs = np.array([np.maximum(ordered - distance, 0).sum() for distance in reach])
     return int(min(LONGEST, reach[pairs * 2 >= pairs[0]][-1] * cut.span))
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 
 from phasewise.data import Batch, Corpus, Windows, batch, load, windows
 from phasewise.device import usable
@@ -21,6 +21,7 @@ from phasewise.frequencies import Geometric
 from phasewise.interrupt import Interrupted, stoppable
 from phasewise.model import Transformer, rescaled
 from phasewise.model.folder import require_safetensors
+from phasewise.progress import bars
 from phasewise.record import record, replacing
 from phasewise.train.folder import (
     EVALUATION,
@@ -132,7 +133,7 @@ def _finish(prepared: _Prepared, out: Path, *, figure: bool, console: Console | 
     """Do what is left to do in a run folder that this process holds."""
     recipe, corpus = prepared.recipe, prepared.corpus
     rows: list[Row] = []
-    progress = _progress(console or Console(quiet=True))
+    progress = bars(console, noted=True)
     with writing(out), cpu_threads(recipe.threads), stoppable() as stop, progress:
         sitting = _Sitting(recipe, corpus, prepared.plan, prepared.device, stop, progress)
         for (encoding, seed), training in prepared.trainings.items():
@@ -282,14 +283,3 @@ def _merged(rows: list[Row]) -> tuple[Row, ...]:
         key = row.encoding, row.scaling
         runs[key] = runs.get(key, ()) + row.runs
     return tuple(Row(encoding=encoding, scaling=scaling, runs=of) for (encoding, scaling), of in runs.items())
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-    )
-    return Progress(*columns, console=console, transient=True)

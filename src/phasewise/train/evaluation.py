@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from phasewise.data import Batch, Corpus, Windows
 from phasewise.device import usable
@@ -17,6 +17,7 @@ from phasewise.evaluate import Measurement, Retrieval, TaskScore, measure, retri
 from phasewise.figures import require_matplotlib
 from phasewise.interrupt import Interrupted, stoppable
 from phasewise.memory import shortage
+from phasewise.progress import bars
 from phasewise.record import record, replacing
 from phasewise.train.evaluation_plan import Plan, Subject
 from phasewise.train.evaluation_recipe import Begun, EvaluateRecipe, read_begun
@@ -79,7 +80,7 @@ def evaluate(
 
 def _finish(plan: Plan, out: Path, *, figure: bool, console: Console | None) -> Evaluation:
     """Measure what is left to measure in a run folder that this process holds."""
-    progress = _progress(console or Console(quiet=True))
+    progress = bars(console)
     with writing(out):
         (out / PARTS).mkdir(exist_ok=True)
         with stoppable() as stop, progress:
@@ -267,13 +268,3 @@ def _bytes(over: Windows) -> int:
         (decode(split[number][: 1 + targets]), decode(split[number][:1])) for number, targets in over.spans
     )
     return sum(len(whole.encode()) - len(first.encode()) for whole, first in texts)
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, TypeAdapter
 from rich.console import Console
-from rich.progress import Progress, TaskID, TextColumn
+from rich.progress import Progress, TaskID
 
 from phasewise.data import Batch, Corpus, Windows, batch, load, require_tokenizer_of, tokenizer_of, windows
 from phasewise.device import usable
@@ -23,6 +23,7 @@ from phasewise.model import ModelConfig, Transformer, rescaled
 from phasewise.model import folder as on_disk
 from phasewise.model.folder import CONFIG, MODEL
 from phasewise.model.history import Stage, read_history, write_history
+from phasewise.progress import bars
 from phasewise.record import record, replacing
 from phasewise.train.continuation import Begun, Continuation, ExtendRecipe, read_begun
 from phasewise.train.extension import Continued, Extension, Measured, Report, draw
@@ -172,9 +173,7 @@ class _Work:
 
     def finish(self, *, figure: bool, console: Console | None) -> Extension:
         """Do what is left to do."""
-        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}", markup=False))
-        shown = console if console is not None and self.processes.first else Console(quiet=True)
-        progress = Progress(*columns, console=shown, transient=True)
+        progress = bars(console if self.processes.first else None, noted=True)
         with ExitStack() as stack:
             stop = stack.enter_context(stoppable(self.processes.any))
             for context in (writing(self.out), cpu_threads(self.recipe.threads), progress):

@@ -9,13 +9,14 @@ from typing import Annotated
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import TaskID
 
 from phasewise.data import Corpus, batch, load
 from phasewise.interrupt import stoppable
 from phasewise.model import Transformer
 from phasewise.model.folder import MODEL, require_safetensors
 from phasewise.problems import first
+from phasewise.progress import bars
 from phasewise.record import record
 from phasewise.train.folder import (
     REPORT,
@@ -180,14 +181,7 @@ class _Watch:
     ) -> None:
         self.recipe, self.out, self.processes = recipe, out, processes
         self.trackers = Trackers(trackers, out, recipe.model_dump(mode="json"))
-        self.progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
-            TimeRemainingColumn(),
-            console=console if console is not None and processes.first else Console(quiet=True),
-        )
+        self.progress = bars(console if processes.first else None, noted=True, stays=True)
         self.bar: TaskID = self.progress.add_task("steps", total=recipe.steps, note="")
         self.before: tuple[int, float] | None = None
         self.validation = ""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from phasewise.data import Corpus
 from phasewise.hf.language_model import LanguageModel, open_language_model
@@ -22,6 +22,7 @@ from phasewise.lens.inspect import Inspection, Request, inspect
 from phasewise.lens.spectrum import Values
 from phasewise.lens.thresholds import MISSED, SAME, TUNABLE
 from phasewise.model.reading import require_count
+from phasewise.progress import bars
 
 VerdictKind = Literal[Kind, "needs fine-tuning", "will not work", "nothing to scale"]
 RATES_READ = 8192
@@ -115,14 +116,7 @@ def advise(
     model = open_language_model(checkpoint, dtype=dtype, device=device)
     trained = _trained(model, wanted)
     corpus.require_known(model.config.vocab_size)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    console = console or Console(quiet=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bars(console) as progress:
         bench = None
         if wanted.measure is not None:
             bench = Bench(

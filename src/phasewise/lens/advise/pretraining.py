@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from phasewise.data import Corpus
 from phasewise.frequencies import Explicit, Geometric
@@ -19,6 +18,7 @@ from phasewise.lens.spectrum import Values
 from phasewise.lens.thresholds import UNEVEN
 from phasewise.lens.width import quantile
 from phasewise.model.reading import require_count
+from phasewise.progress import bars
 
 LEAST_WIDTH = 8.0
 WIDEST_HEAD = 16_384  # as the widest model of a comparison
@@ -80,9 +80,7 @@ def plan(
             f"a length of {length} needs a document of {length + 1} tokens, but the longest one in the train "
             f"split of {corpus.name} has {longest}: give longer documents or a shorter length"
         )
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    console = console or Console(quiet=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bars(console) as progress:
         need = need_of(corpus, length, progress=progress, stop=stop)
     n, profile = head_dim // 2, need.profile
     kernel = np.ones(length)

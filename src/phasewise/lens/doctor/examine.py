@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import Progress
 from torch import nn
 
 from phasewise.encodings import PoPEConfig, RoPEConfig
@@ -25,6 +25,7 @@ from phasewise.lens.doctor.reach import Field
 from phasewise.lens.doctor.written import Written, whole_number
 from phasewise.model import ModelConfig
 from phasewise.model.reading import require_count
+from phasewise.progress import bars
 
 DEFAULT_LENGTH = 4096
 WRITTEN_CHECKS: dict[str, Callable[[Written], Any]] = {
@@ -138,7 +139,7 @@ def doctor(
             notes.skip(name, "needs the weights")
     else:
         examined = _examined(case, wanted_length, trained)
-        with _progress(console) as progress:
+        with bars(console) as progress:
             partial_said = _of_model(examined, notes, progress, stop)
         if any(check.name == "phases" and check.outcome != "not made" for check in notes.checks):
             phase_error = rotation.error_by_position(examined)
@@ -282,9 +283,3 @@ def _of_model(examined: Examined, notes: _Notes, progress: Progress, stop: Calla
             as_told = passed if name == "rates" else as_told
         progress.advance(bar)
     return None
-
-
-def _progress(console: Console | None) -> Progress:
-    console = console or Console(quiet=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
