@@ -155,6 +155,7 @@ def test_an_empty_call_gives_an_empty_output_and_gradients_of_zero(impl, batch, 
             "places 2 to 4 are not all among the 3 there are; ask for fewer",
         ),
         (lambda: Positions.arange(3).expand(2).expand(3), "give 1 row or 3"),
+        (lambda: Positions.arange(3).expand(10**30), "rows must be at most"),
         (lambda: Positions.padded(torch.ones(3)), r"\[B, T\]"),
         (lambda: Positions(torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.int64)), "must be int64"),
         (

@@ -25,6 +25,22 @@ def test_a_saved_model_comes_back_the_same(tmp_path, encoding, tied):
     assert torch.equal(loaded(tokens), model(tokens))
 
 
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path):
+    model = model_of(NoPEConfig())
+    with torch.no_grad():
+        model.norm.weight[0] = torch.inf
+    save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"norm\.weight in .* is not finite; .*fetch it again"):
+        load(tmp_path)
+
+
+def test_another_dtype_is_given_where_it_is_asked_for(tmp_path):
+    save(model_of(NoPEConfig()), tmp_path)
+    opened = load(tmp_path, dtype=torch.bfloat16)
+    assert {weight.dtype for weight in opened.state_dict().values()} == {torch.bfloat16}
+    assert not opened.training
+
+
 def test_the_dtype_comes_back_too(tmp_path):
     model = model_of(PoPEConfig(phase_init="uniform"), dtype=torch.bfloat16)
     save(model, tmp_path)
