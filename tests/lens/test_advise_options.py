@@ -13,12 +13,13 @@ from phasewise.frequencies import (
     Llama3,
     LongRoPE,
     YaRN,
+    changed_base,
 )
 from phasewise.frequencies_hf import RopeSettings, from_hf
 from phasewise.lens.advise.evidence import DataNeed, weigh
 from phasewise.lens.advise.grid import fitted, most_turns, share_beyond
 from phasewise.lens.advise.options import options
-from phasewise.lens.advise.published import changed_base, correction_range, critical_pair, llama3_range
+from phasewise.lens.advise.published import correction_range, llama3_range
 from phasewise.lens.advise.settings import settings
 from phasewise.lens.dependency import Curve, log_spaced
 from phasewise.lens.profile import read
@@ -63,7 +64,7 @@ BASE = Geometric(base=10_000.0)
     ],
 )
 def test_critical_pairs_are_those_published(model, n, base, length, pair):
-    assert critical_pair(n, base, length) == pair
+    assert correction_range(n, base, length)[1] == pair
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_llama3_changes_pairs_from_29_and_in_full_from_35():
 
 def test_changed_base_keeps_the_critical_pair():
     new = changed_base(1e4, 4096, 32_768)
-    assert critical_pair(64, new.base, 32_768) == critical_pair(64, 1e4, 4096) == 46
+    assert correction_range(64, new.base, 32_768)[1] == correction_range(64, 1e4, 4096)[1] == 46
 
 
 def test_grid_keeps_what_turned_where_nothing_lies_beyond_and_never_shows_a_new_phase():

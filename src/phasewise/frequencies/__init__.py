@@ -13,6 +13,7 @@ from phasewise.frequencies.rules import (
     LongRoPE,
     Proportional,
     YaRN,
+    changed_base,
     only,
 )
 
@@ -32,5 +33,6 @@ __all__ = [
     "Proportional",
     "Static",
     "YaRN",
+    "changed_base",
     "only",
 ]

@@ -338,6 +338,21 @@ AnyFrequencies = Annotated[
 ]
 
 
+def changed_base(base: float, trained: int, wanted: int) -> Geometric:
+    """The base at which the critical channel, the last that turned whole within `trained`, is that of `wanted`.
+
+    base^(ln(wanted / 2 pi) / ln(trained / 2 pi)). Raises ValueError for a trained length in which no channel turns
+    whole. Source: Scaling laws of RoPE-based extrapolation, arXiv 2310.05209.
+
+    >>> round(changed_base(10_000.0, 4096, 16_384).base)
+    71738
+    """
+    turn = 2 * math.pi
+    if trained <= turn:
+        raise ValueError(f"no channel turns whole within {trained} tokens; give the base, as abf:500000")
+    return Geometric(base=base ** (math.log(wanted / turn) / math.log(trained / turn)))
+
+
 def only(rules: Sequence[AnyFrequencies]) -> AnyFrequencies | None:
     """The one rule of a model's layers; None for no rules. Raises ValueError for different ones.
 

@@ -65,18 +65,6 @@ class Curve:
         low, high = np.percentile(self.replicates(seed=seed), BAND, axis=0)
         return low, high
 
-    def upto(self, longest: int) -> Curve:
-        """The same curve without the distances beyond `longest`."""
-        kept = self.distances <= longest
-        return Curve(
-            self.distances[kept],
-            self.pairs[kept],
-            self.parts[:, kept],
-            self.shares[:, kept],
-            self.baseline[kept],
-            self.blocks,
-        )
-
 
 def log_spaced(longest: int, *, count: int = 48) -> np.ndarray:
     """At most `count` distances from 1 to `longest`, evenly spaced in their logarithm, int64, ascending.

@@ -4,14 +4,13 @@ Every length's rule starts from the rates and the length of the checkpoint, so a
 stretches what was stretched.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from phasewise.frequencies import NTK, AnyFrequencies, Geometric, Linear, Llama3, YaRN
+from phasewise.frequencies import NTK, AnyFrequencies, Geometric, Linear, Llama3, YaRN, changed_base
 from phasewise.record import parsed
 from phasewise.train.schedule import from_text
 
@@ -115,10 +114,7 @@ class LikeLlama3(Way):
 
 
 class ChangeBase(Way):
-    """Adjusted base frequency: the given base, or base^(ln(length / 2 pi) / ln(trained length / 2 pi)).
-
-    The computed base keeps the critical channel, the last one that turned whole within the trained length, the
-    last one within the new length. Source: arXiv 2310.05209, where the critical dimension is defined.
+    """Adjusted base frequency: the given base, or the one that keeps the critical channel (`changed_base`).
 
     >>> round(ChangeBase().at(Present(Geometric(base=100.0), 128), 512).base)
     831
@@ -132,11 +128,7 @@ class ChangeBase(Way):
             return None
         if self.base is not None:
             return Geometric(base=self.base)
-        if trained <= 2 * math.pi:
-            raise ValueError(f"no channel turns whole within {trained} tokens; give the base, as abf:500000")
-        return Geometric(
-            base=now.base ** (math.log(length / (2 * math.pi)) / math.log(trained / (2 * math.pi)))
-        )
+        return changed_base(now.base, trained, length)
 
 
 class Grid(Way):

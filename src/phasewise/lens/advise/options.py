@@ -18,10 +18,11 @@ from phasewise.frequencies import (
     Llama3,
     Proportional,
     YaRN,
+    changed_base,
 )
 from phasewise.lens.advise.evidence import Evidence
 from phasewise.lens.advise.grid import fitted, most_turns
-from phasewise.lens.advise.published import changed_base, llama3_range
+from phasewise.lens.advise.published import llama3_range
 from phasewise.lens.spectrum import Values
 from phasewise.lens.thresholds import DILATES, DILATING, LONG_INPUT, STAYS, UNEVEN, UNSEEN
 
