@@ -1,6 +1,7 @@
 """A measured number's birth certificate: one JSON file with what was measured, from what, on what."""
 
 import errno
+import hashlib
 import json
 import os
 import platform
@@ -73,6 +74,12 @@ def parsed(text: str) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise json.JSONDecodeError("nested too deeply", text, 0) from error
+
+
+def file_sha256(path: Path) -> str:
+    """The hash of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def commit(folder: Path) -> dict[str, object]:

@@ -278,12 +278,12 @@ def test_process_killed_in_the_middle_of_a_checkpoint_goes_on_from_the_one_befor
     script.write_text(
         "import os, signal, sys\n"
         "from phasewise.train import checkpoint\n"
-        "count, written = iter(range(1, 100)), checkpoint._sha256\n"
+        "count, written = iter(range(1, 100)), checkpoint.file_sha256\n"
         "def sha256(path):\n"
         "    if 'partial' in str(path) and next(count) == 3:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return written(path)\n"
-        "checkpoint._sha256 = sha256\n"
+        "checkpoint.file_sha256 = sha256\n"
         "from phasewise.cli import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from phasewise.data import Corpus
+from phasewise.record import file_sha256
 from phasewise.train.processes import Processes
 from phasewise.train.recipe import PLACEMENT, TrainRecipe
 
@@ -84,7 +85,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, processes: Processes = ALONE) 
         with _quietly(partial):
             save_sharded(checkpoint.state, storage_writer=writer, no_dist=processes.size == 1)
         written = sorted(path for path in partial.iterdir() if _writer(path) == processes.rank)
-        hashes = processes.gather({path.name: _sha256(path) for path in written})
+        hashes = processes.gather({path.name: file_sha256(path) for path in written})
         facts = Facts(
             **{name: value for name, value in vars(checkpoint).items() if name != "state"},
             generators=tuple(
@@ -146,7 +147,9 @@ def load(path: Path, state: dict[str, Any], *, processes: Processes = ALONE) -> 
     """
     known = facts(path)
     mine = sorted(known.files)[processes.rank :: processes.size]
-    bad = [name for name in mine if not (path / name).exists() or _sha256(path / name) != known.files[name]]
+    bad = [
+        name for name in mine if not (path / name).exists() or file_sha256(path / name) != known.files[name]
+    ]
     if damaged := [name for some in processes.gather(bad) for name in some]:
         raise _damaged(path, ", ".join(damaged))
     state["random"] = {name: seen for name, seen in state["random"].items() if name in known.generators}
@@ -211,8 +214,3 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

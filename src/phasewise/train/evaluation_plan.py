@@ -1,6 +1,5 @@
 """An evaluation of which everything was checked that can be before anything is measured."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,7 +17,7 @@ from phasewise.evaluate.prefixed import Prefixed
 from phasewise.hf.language_model import LanguageModel, open_language_model
 from phasewise.model.folder import CONFIG, inside
 from phasewise.model.history import read_history
-from phasewise.record import parsed
+from phasewise.record import file_sha256, parsed
 from phasewise.train.evaluation_recipe import EvaluateRecipe
 from phasewise.train.evaluation_report import Checkpoint
 
@@ -142,7 +141,7 @@ class Plan:
     def _corpus(self, data: str, tokenizer: str) -> Corpus:
         path = Path(tokenizer)
         # Checkpoints trained on the same tokens have equal files.
-        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
+        content = file_sha256(path) if path.is_file() else tokenizer
         if (data, content) not in self._corpora:
             self._corpora[data, content] = load(data, tokenizer=tokenizer)
         return self._corpora[data, content]

@@ -1,6 +1,5 @@
 """The weights that a training starts from, where these are another model's."""
 
-import hashlib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -8,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from phasewise.model import Transformer
 from phasewise.model.fitting import misfit
 from phasewise.model.folder import WEIGHTS, load
+from phasewise.record import file_sha256
 
 
 class Initial(BaseModel):
@@ -21,11 +21,11 @@ class Initial(BaseModel):
     @classmethod
     def of(cls, folder: Path) -> "Initial":
         """The model that is in `folder` now; ValueError when there is none."""
-        return cls(folder=str(folder), sha256=_sha256(folder))
+        return cls(folder=str(folder), sha256=_hash_of(folder))
 
     def fill(self, model: Transformer) -> None:
         """Give `model` these weights. Raises ValueError when they have changed or do not fit."""
-        if _sha256(Path(self.folder)) != self.sha256:
+        if _hash_of(Path(self.folder)) != self.sha256:
             raise ValueError(f"the weights in {self.folder} have changed since the run began: restore them")
         weights = load(self.folder).state_dict()
         if (problem := misfit(model.state_dict(), weights)) is not None:
@@ -35,9 +35,8 @@ class Initial(BaseModel):
         model.load_state_dict(weights)
 
 
-def _sha256(folder: Path) -> str:
+def _hash_of(folder: Path) -> str:
     path = folder / WEIGHTS
     if not path.is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}; give the folder of a model of this library")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_sha256(path)
