@@ -7,7 +7,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.kernels import hopper_draw, hopper_forward, table, tiles
-from tests.kernels.compiled_gluon import compiled_each, holds_barriers, tile_of, ttgir
+from tests.kernels.compiled_gluon import (
+    Compiled,
+    compiled,
+    compiled_each,
+    holds_barriers,
+    tile_of,
+)
 from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -41,7 +47,7 @@ FORMS = [row for row in tiles.launch_table()["rows"] if row["kernel"] == "separa
 
 @pytest.fixture(scope="module")
 def intermediates():
-    return compiled_each(compiled, FORMS)
+    return compiled_each(compiled_row, FORMS)
 
 
 @pytest.mark.slow
@@ -50,7 +56,7 @@ def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
     holds_barriers(intermediates[form])
 
 
-def compiled(row: dict) -> str:
+def compiled_row(row: dict) -> Compiled:
     """The kernel of a row of the launch table, behind one that prepares."""
     meta, width, v_width = dict(row["meta"]), row["qk"], row["v"]
     keys = meta.pop("BLOCK_N")
@@ -58,7 +64,7 @@ def compiled(row: dict) -> str:
     pointers = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "draw_ptr": "*i32"}
     constants = {**meta, "D": v_width, "CAUSAL": True}
     kernel = hopper_forward.forward_kernel
-    return ttgir(kernel, {**tensors, **pointers, "scale_log2": "fp32"}, constants)
+    return compiled(kernel, {**tensors, **pointers, "scale_log2": "fp32"}, constants)
 
 
 @pytest.fixture

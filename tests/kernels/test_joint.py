@@ -9,7 +9,15 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.kernels import joint, tapa_turns, tiles
-from tests.kernels.compiled_gluon import compiled_each, holds_barriers, spawn, tile_of, ttgir
+from tests.kernels.compiled_gluon import (
+    Compiled,
+    compiled,
+    compiled_each,
+    holds_barriers,
+    holds_operands,
+    spawn,
+    tile_of,
+)
 from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -135,7 +143,7 @@ FORMS = [row for row in ROWS if row["kernel"] == "separable.joint" and row["dtyp
 
 @pytest.fixture(scope="module")
 def intermediates():
-    return compiled_each(compiled, FORMS)
+    return compiled_each(compiled_row, FORMS)
 
 
 @pytest.mark.slow
@@ -144,7 +152,13 @@ def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
     holds_barriers(intermediates[form])
 
 
-def compiled(row: dict) -> str:
+@pytest.mark.slow
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_what_registers_hold_over_tiles_is_not_written_over(form, intermediates):
+    holds_operands(intermediates[form])
+
+
+def compiled_row(row: dict) -> Compiled:
     """The kernel of a row of the launch table."""
     from triton.experimental.gluon import language as gl
 
@@ -158,7 +172,7 @@ def compiled(row: dict) -> str:
         **{"dk_ptr": "*bf16", "dv_ptr": "*bf16", "turn_ptr": "*i32", "scale": "fp32", "scale_log2": "fp32"},
     }
     constants = {"GROUP": 1, **row["meta"], "BY_CHANNELS": width > v_width}
-    return ttgir(joint.joint_kernel, types, constants)
+    return compiled(joint.joint_kernel, types, constants)
 
 
 @needs_hopper

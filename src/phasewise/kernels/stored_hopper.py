@@ -1,8 +1,8 @@
 """`stored.score_grad_kernel` for compute capability 9.0: a warp that loads, two groups of warps that take turns.
 
-Letters as in `stored`. Each group has 64 of the 128 keys of a program, keeps their values and half of their channels
-in registers, and begins its products after the other's, so that one makes p and ds while the tensor cores work for
-the other. Beginning the scores of the next tile early was tried and is slower: see docs/log.md.
+Letters as in `stored`. Each group has 64 of the 128 keys of a program and begins its products after the other's, so
+that one makes p and ds while the tensor cores work for the other; values of 128 channels and half of their keys'
+channels stay in registers. Beginning the scores of the next tile early was tried and is slower: see docs/log.md.
 """
 
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
@@ -25,6 +25,9 @@ from phasewise.kernels.tiles import UNSEEN
 GROUPS = gl.constexpr(2)
 await_group = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
 ROWS = gl.constexpr(64)  # keys of a group: the rows of one tensor core instruction
+# Channels of values at which registers hold what they can, so that the tensor cores wait for shared memory less. At 64
+# ptxas 12.8 would write p over it, and all tiles but the first be wrong.
+HELD_WIDTH = gl.constexpr(128)
 
 
 @gluon.jit
@@ -119,12 +122,14 @@ def score(
     nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, score_layout)
     masked_up_to = gl.where(n + ROWS > T, T, n + ROWS - 1 if CAUSAL else 0)
     mbarrier.wait(keys_ready, 0)
-    # As much as registers hold, so that the tensor cores wait for shared memory less.
-    held: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
     HALF: gl.constexpr = k.shape[1] // 2
-    first_k = k.slice(0, HALF, dim=1).load(held)
+    first_k = k.slice(0, HALF, dim=1)
     second_k = k.slice(HALF, HALF, dim=1)
-    v = tile_in(v_smem, group).load(held)
+    v = tile_in(v_smem, group)
+    if BLOCK_D == HELD_WIDTH:
+        held: gl.constexpr = gl.DotOperandLayout(0, score_layout, 2)
+        first_k = first_k.load(held)
+        v = v.load(held)
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, score_layout))
     step = 0
     for member in range(GROUP):
