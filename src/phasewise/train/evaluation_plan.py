@@ -15,9 +15,9 @@ from phasewise.data.sources import TOKENIZED
 from phasewise.evaluate import Needle, passkeys
 from phasewise.evaluate.prefixed import Prefixed
 from phasewise.hf.language_model import LanguageModel, open_language_model
-from phasewise.model.folder import CONFIG, inside
+from phasewise.model.folder import CONFIG, inside, read_settings
 from phasewise.model.history import read_history
-from phasewise.record import file_sha256, parsed
+from phasewise.record import file_sha256
 from phasewise.train.evaluation_recipe import EvaluateRecipe
 from phasewise.train.evaluation_report import Checkpoint
 
@@ -203,7 +203,7 @@ def _prefix(tokenizer: str) -> tuple[int, ...]:
 def _stop(folder: Path) -> tuple[int, ...]:
     """The tokens that end a text: one or several, of how the checkpoint is to generate or else of its config."""
     for path in (folder / GENERATION, folder / CONFIG):
-        found = parsed(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        found = read_settings(path).get("eos_token_id") if path.is_file() else None
         if found is not None:
             return (found,) if isinstance(found, int) else tuple(found)
     return ()
