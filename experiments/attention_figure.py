@@ -2,7 +2,8 @@
 
 The runs are those of `phasewise bench attention`: ours, and peers.
 
-python -m experiments.attention_figure results/attention/h200.json results/attention/flex-h200.json results/attention/peers-h200.json
+python -m experiments.attention_figure results/attention/h200.json results/attention/flex-h200.json \
+    results/attention/peers-h200.json
 """
 
 import json
