@@ -37,8 +37,8 @@ def tile_of(rows: int, columns: int) -> str:
     return f"tensordesc<bf16{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.float16)!r}>"
 
 
-def compiled(kernel, types: dict, constants: dict) -> Compiled:
-    """The kernel. Strides are of dense channels, what has no type an int32."""
+def compiled(kernel, types: dict, constants: dict, **options: int) -> Compiled:
+    """The kernel; options: those of a launch. Strides are of dense channels, what has no type an int32."""
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -54,7 +54,7 @@ def compiled(kernel, types: dict, constants: dict) -> Compiled:
     fixed = {(at[name],): value for name, value in constants.items()}
     fixed |= {(at[name], 3): 1 for name in signature if name.endswith("_strides")}
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=fixed)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options}).asm
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made["cubin"])
         file.flush()
