@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
 
-from phasewise.hf.checkpoint import load
+from phasewise.hf.checkpoint import load, require_weights
 from phasewise.hf.language_model import open_language_model
 from phasewise.lens.capture import open_checkpoint
 from phasewise.lens.doctor.examine import doctor
@@ -46,6 +46,13 @@ def test_a_cut_shard_is_refused_by_name(copy, opener):
     cut.write_bytes(cut.read_bytes()[:-10])
     with pytest.raises(ValueError, match=rf"{cut.name} cannot be loaded \(.*\); fetch them again"):
         opener(copy)
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_an_index_beside_whole_weights_is_not_read_by_us_as_it_is_not_by_transformers(copy, index):
+    (copy / index).write_text('{"weight_map": {"lm_head.weight": "another-00001-of-00002.bin"}}')
+    require_weights(copy)
+    assert open_language_model(copy).config.family == "llama"
 
 
 def test_rates_that_are_no_numbers_are_refused_with_what_to_correct(copy):

@@ -249,12 +249,14 @@ def test_truncated_weights_are_refused(copy):
 
 def test_missing_shard_is_refused(copy):
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00002.safetensors")
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(copy, "lacks model-00002-of-00002.safetensors")
 
 
 @pytest.mark.parametrize("index", ["{", "{}", "[]", '{"weight_map": []}'])
 def test_broken_index_of_shards_is_refused(copy, index):
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00001.safetensors")
     (copy / "model.safetensors.index.json").write_text(index)
     refused(copy, "does not say which shards there are")
 

@@ -17,6 +17,8 @@ from phasewise.record import parsed
 
 WHOLE = (WEIGHTS, "pytorch_model.bin")
 INDEXES = tuple(f"{name}.index.json" for name in WHOLE)
+WEIGHT_FILES = tuple(name for both in zip(WHOLE, INDEXES, strict=True) for name in both)
+"""In the order in which transformers takes the first that there is; what else lies beside it is not read."""
 
 
 def load(
@@ -119,26 +121,23 @@ def read_config(folder: Path, source: Mapping[str, str] = {}) -> Any:
 
 
 def require_weights(folder: Path) -> None:
-    """See that every file of weights is there, and every one of safetensors whole. Raises ValueError.
+    """See that every file of the weights that are read is there, and every one of safetensors whole.
 
-    Only lengths and headers are read.
+    Raises ValueError for what is not. Only lengths and headers are read.
     """
-    index = next((name for name in INDEXES if (folder / name).is_file()), None)
-    if index is None:
-        files = [name for name in WHOLE if (folder / name).is_file()][:1]
-        if not files:
-            raise ValueError(
-                f"{folder} has a {CONFIG} but no weights: it needs one of {', '.join([*WHOLE, *INDEXES])}"
-            )
-    else:
+    found = next((name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if found is None:
+        raise ValueError(f"{folder} has a {CONFIG} but no weights: it needs one of {', '.join(WEIGHT_FILES)}")
+    files = [found]
+    if found in INDEXES:
         try:
-            files = sorted(set(parsed((folder / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            files = sorted(set(parsed((folder / found).read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{folder / index} does not say which shards there are; fetch it again"
+                f"{folder / found} does not say which shards there are; fetch it again"
             ) from error
         if absent := [name for name in files if not (folder / name).is_file()]:
-            raise ValueError(f"{folder} lacks {few(absent)}, which {index} lists; fetch it again")
+            raise ValueError(f"{folder} lacks {few(absent)}, which {found} lists; fetch it again")
     for path in (folder / name for name in files if name.endswith(".safetensors")):
         try:
             with safe_open(path, framework="pt"):
