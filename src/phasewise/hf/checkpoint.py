@@ -127,7 +127,9 @@ def require_weights(folder: Path) -> None:
     """
     found = next((name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if found is None:
-        raise ValueError(f"{folder} has a {CONFIG} but no weights: it needs one of {', '.join(WEIGHT_FILES)}")
+        raise ValueError(
+            f"{folder} has a {CONFIG} but no weights: it needs one of {', '.join([*WHOLE, *INDEXES])}"
+        )
     files = [found]
     if found in INDEXES:
         try:
