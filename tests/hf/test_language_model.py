@@ -306,3 +306,24 @@ def test_rows_of_several_documents_are_refused_by_a_decoder_of_transformers(tmp_
     saved("llama", tmp_path)
     with pytest.raises(ValueError, match="several documents"):
         open_language_model(tmp_path)(TOKENS, at=Positions.packed([20, 20]))
+
+
+def test_a_config_whose_sizes_do_not_fit_each_other_is_refused_where_the_model_is_opened(tmp_path):
+    config = transformers.GPTJConfig(vocab_size=64, n_embd=64, n_layer=1, n_head=4, rotary_dim=64)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"cannot run the gptj model in .*RuntimeError: .*; correct its config"
+    ):
+        open_language_model(tmp_path)
+
+
+def test_a_model_that_overflows_in_a_dtype_is_not_said_to_see_what_it_is_to_predict(tmp_path):
+    network = tiny("llama")
+    with torch.no_grad():
+        network.model.layers[0].mlp.down_proj.weight.mul_(1e5)
+    network.save_pretrained(tmp_path)
+    assert not open_language_model(tmp_path)(TOKENS).isnan().any()
+    network.model.layers[0].mlp.down_proj.weight.data.clamp_(-6e4, 6e4)
+    network.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no numbers in float16; ask for another dtype"):
+        open_language_model(tmp_path, dtype="float16")

@@ -318,11 +318,26 @@ class _HuggingFace(LanguageModel):
 
 @torch.no_grad()
 def _require_causal(model: _HuggingFace, folder: Path) -> None:
-    """Raise ValueError for a model that sees what follows, as a BERT does unless its config says `is_decoder`."""
-    first, second = model(torch.tensor([[0, 0], [0, 1]], device=model.network.device)).float()[:, 0]
+    """Raise ValueError for a model that cannot be run, gives no numbers, or sees what follows.
+
+    The last is what a BERT does unless its config says `is_decoder`.
+    """
+    family, network = model.config.family, model.network
+    try:
+        first, second = model(torch.tensor([[0, 0], [0, 1]], device=network.device)).float()[:, 0]
+    except Exception as error:  # of as many kinds as there are models whose config has sizes that do not fit
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"transformers cannot run the {family} model in {folder} ({reason}); correct its config.json"
+        ) from error
+    if bool(first.isnan().any()):
+        held = str(network.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the {family} model in {folder} gives logits that are no numbers in {held}; ask for another dtype"
+        )
     if not torch.allclose(first, second, rtol=1e-2, atol=1e-2 * float(first.abs().max())):
         raise ValueError(
-            f"the {model.config.family} model in {folder} sees the tokens that it is to predict: give a decoder, "
+            f"the {family} model in {folder} sees the tokens that it is to predict: give a decoder, "
             'or write "is_decoder": true into its config.json if it was trained as one'
         )
 
