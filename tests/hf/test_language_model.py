@@ -327,3 +327,15 @@ def test_a_model_that_overflows_in_a_dtype_is_not_said_to_see_what_it_is_to_pred
     network.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no numbers in float16; ask for another dtype"):
         open_language_model(tmp_path, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    "name", ["llama, yarn", "llama, llama3 rule", "phi3, longrope beyond its original length"]
+)
+def test_a_list_of_rates_in_the_place_of_a_rule_leaves_the_trained_length(name, tmp_path):
+    tiny(name).save_pretrained(tmp_path)
+    before = open_language_model(tmp_path)
+    served = before.served(Explicit(values=[1.0 / 2**i for i in range(8)]))
+    assert served.config.trained_length == before.config.trained_length
+    assert served.frequencies is not None
+    assert served.frequencies.original_length == before.config.trained_length

@@ -1,5 +1,6 @@
 """A Hugging Face folder with other rates: transformers serves what the rule says, from the same weights."""
 
+import json
 import os
 
 import pytest
@@ -84,5 +85,19 @@ def test_weights_that_are_not_whole_are_not_passed_on(tmp_path, damage, message)
 
 
 def test_native_scaling_is_never_replaced_by_another_rule(tmp_path):
-    with pytest.raises(ValueError, match="rule 'pi' does not start from rates of rule 'llama3'"):
+    said = "rule 'pi' does not start from rates of rule 'llama3'.*; use --rule grid:FILE to replace them or, with"
+    with pytest.raises(ValueError, match=said):
         rewrite(asked(saved(tmp_path, "llama, llama3 rule"), "pi"), tmp_path / "out")
+
+
+def test_a_list_of_rates_takes_the_place_of_any_rule(tmp_path):
+    (tmp_path / "rates.json").write_text(
+        json.dumps({"kind": "explicit", "values": [0.5**i for i in range(8)]})
+    )
+    folder = saved(tmp_path, "phi3, longrope beyond its original length")
+    written = rewrite(asked(folder, f"grid:{tmp_path / 'rates.json'}"), tmp_path / "out")
+    tokens = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = open_language_model(folder, rule=written)
+    torch.testing.assert_close(model(tokens).logits, expected(tokens), rtol=1e-4, atol=1e-4)
+    assert open_language_model(tmp_path / "out").config.trained_length == 32

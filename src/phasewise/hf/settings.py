@@ -123,14 +123,13 @@ def write(config: Any, rule: AnyFrequencies) -> None:
     text, width = config.get_text_config(), head_dim(config)
     if not global_settings(config):
         raise ValueError(f"this {config.model_type} model has no rates to change; give one with RoPE")
-    settings = from_hf(config)
+    settings, trained = from_hf(config), trained_length(text)
+    assert trained is not None  # without a length transformers makes no rates
+    as_written = listed(rule, original_length=trained) if isinstance(rule, Explicit) else rule
 
     def changed(before: RopeSettings) -> RopeSettings:
         n = before.channels(width)
         rule.at(1, n).rates(n)  # raises where the rule does not fit
-        as_written = (
-            listed(rule, original_length=text.max_position_embeddings) if isinstance(rule, Explicit) else rule
-        )
         return before.model_copy(update={"frequencies": as_written})
 
     if isinstance(settings, RopeSettings):
@@ -143,7 +142,7 @@ def write(config: Any, rule: AnyFrequencies) -> None:
         written = to_hf(nested, head_dim=width)
     for key, value in written.items():
         setattr(text, key, value)
-    original = getattr(rule, "original_length", None)
+    original = getattr(as_written, "original_length", None)
     if original is not None and getattr(text, "original_max_position_embeddings", None) is not None:
         # Phi-3's own, which transformers puts before the rule's.
         text.original_max_position_embeddings = original

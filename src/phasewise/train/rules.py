@@ -44,7 +44,7 @@ class Way(BaseModel):
         if rule is None:
             raise ValueError(
                 f"rule {self.kind!r} does not start from rates of rule {present.frequencies.kind!r}, which the "
-                "checkpoint has; use --rule none to keep them, or grid:FILE to replace them"
+                "checkpoint has; use --rule grid:FILE to replace them or, with steps, none to keep them"
             )
         return rule
 
