@@ -124,6 +124,11 @@ def test_rolling_loglikelihood_scores_every_token_once_with_whole_windows(model)
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
+def test_nothing_to_score_has_a_loglikelihood_of_zero(model):
+    assert harness(model).loglikelihood_rolling(asked("loglikelihood_rolling", ("",), ("a",)))[0] == 0
+    assert harness(model).loglikelihood(asked("loglikelihood", ("", ""), ("a", ""))) == [(0.0, True)] * 2
+
+
 def test_what_stands_before_every_text_stands_there_once(model):
     text, before = "it was the best of times", [5, 6]
     tokens = encode(text)

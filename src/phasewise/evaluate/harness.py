@@ -86,8 +86,8 @@ class Harness(LM):
                 max_seq_len=self.rolling_length,
                 context_len=1,
             )
-            (_, first), *others = [make_disjoint_window(window) for window in rolling]
-            windows.append([self._read((), first), *(self._read(*window) for window in others)])
+            pairs = enumerate(map(make_disjoint_window, rolling))
+            windows.append([self._read(context if at else (), said) for at, (context, said) in pairs])
         scores = iter(self._score([row for rows in windows for row in rows]))
         return [math.fsum(next(scores)[0] for _ in rows) for rows in windows]
 
