@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,8 @@ def test_a_stopped_row_holds_only_the_stop_token_and_the_end_comes_when_all_have
         (ends_at,) = torch.isin(row, torch.tensor([stop, other])).nonzero()[:1].flatten().tolist() or [11]
         assert torch.equal(made[: ends_at + 1], row[: several.shape[1]][: ends_at + 1])
         assert (made[ends_at:] == row[ends_at]).all()
+    for same in (np.int64(stop), torch.tensor(stop), torch.tensor([stop])):
+        assert torch.equal(generate(model, prompt, length=12, stop=same)[:, 3:], stopped)
     alone = generate(model, prompt[:1], length=12, stop=stop)
     assert alone.shape[1] == 3 + ends[0][0] + 1
 
@@ -122,6 +125,8 @@ def test_top_k_keeps_exactly_k_of_equal_logits():
         ({"length": 1, "mask": torch.ones(2, 4)}, r"mask \(2, 4\) must have the shape of tokens \(2, 3\)"),
         ({"length": 1, "mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}, "pad prompts on the left"),
         ({"length": 1, "mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, "pad prompts on the left"),
+        ({"length": 1, "stop": 2.0}, "stop must be a token's number, or several, but is 2.0"),
+        ({"length": 1, "stop": ["2"]}, "stop must be a token's number, or several"),
     ],
 )
 def test_options_that_do_not_apply_are_refused(options, message):

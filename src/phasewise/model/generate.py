@@ -3,7 +3,7 @@
 Letters: B batch rows, T prompt tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from phasewise.attention import Implementation
 from phasewise.model.cache import Cache
 from phasewise.model.transformer import Transformer
-from phasewise.positions import Positions
+from phasewise.positions import Positions, is_whole
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
-    stop: int | Sequence[int] | None = None,
+    stop: int | Sequence[int] | Tensor | None = None,
     impl: Implementation = "auto",
 ) -> Tensor:
     """`tokens` [B, T] followed by `length` tokens of the model's own: int64 [B, T + length].
@@ -48,7 +48,7 @@ def generate(
     pieces, new = [tokens], tokens
     at = None if mask is None else Positions.padded(mask)
     cache = Cache()
-    stops = torch.tensor([stop] if isinstance(stop, int) else [*(stop or ())], device=tokens.device)
+    stops = torch.tensor(_stops(stop), device=tokens.device)
     stopped = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     for _ in range(length):
         logits = model(new, at=at, cache=cache, keep=1, impl=impl)[:, -1]
@@ -88,6 +88,14 @@ def choose(
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     return token.gather(1, drawn)[:, 0]
+
+
+def _stops(stop: int | Sequence[int] | Tensor | None) -> list[int]:
+    told = stop.tolist() if isinstance(stop, Tensor) else stop
+    given = [*told] if isinstance(told, Iterable) else [] if told is None else [told]
+    if not all(map(is_whole, given)):
+        raise ValueError(f"stop must be a token's number, or several, but is {stop!r}")
+    return given
 
 
 def _check(
