@@ -176,6 +176,7 @@ def test_a_saved_tokenizer_is_used_as_it_is(folder: Path, tmp_path: Path) -> Non
         (b"", "is empty; give a file with text"),
         (b" \n\n", "is empty; give a file with text"),
         (b"abc\0def", "is binary .a zero byte at 3., not text; leave it out of the path"),
+        ("文字".encode("utf-16"), "is text in UTF-16 or UTF-32; write it again in UTF-8"),
         ("plain".encode("utf-16"), "is text in UTF-16 or UTF-32; write it again in UTF-8"),
         (b"abc", "is too short: nothing is left for its validation split; give a longer text"),
     ],

@@ -195,10 +195,9 @@ def text_documents(path: Path, *, separator: str | None) -> Documents:
             file = _unpacked(packed, path.suffix)
             contents = [file.read()] if separator is None else _separated(file, separator.encode())
             for number, content in enumerate(contents):
-                place = content.find(b"\0")
-                if place >= 0 and content.startswith(UTF16_SIGNATURES):
+                if not number and content.startswith(UTF16_SIGNATURES):
                     raise ValueError(f"{path} is text in UTF-16 or UTF-32; write it again in UTF-8")
-                if place >= 0:
+                if (place := content.find(b"\0")) >= 0:
                     raise ValueError(
                         f"{path} is binary (a zero byte at {place}), not text; leave it out of the path"
                     )
