@@ -58,7 +58,7 @@ def test_a_stopped_row_holds_only_the_stop_token_and_the_end_comes_when_all_have
         (ends_at,) = torch.isin(row, torch.tensor([stop, other])).nonzero()[:1].flatten().tolist() or [11]
         assert torch.equal(made[: ends_at + 1], row[: several.shape[1]][: ends_at + 1])
         assert (made[ends_at:] == row[ends_at]).all()
-    for same in (np.int64(stop), torch.tensor(stop), torch.tensor([stop])):
+    for same in (np.array([stop])[0], torch.tensor(stop), torch.tensor([stop])):
         assert torch.equal(generate(model, prompt, length=12, stop=same)[:, 3:], stopped)
     alone = generate(model, prompt[:1], length=12, stop=stop)
     assert alone.shape[1] == 3 + ends[0][0] + 1

@@ -241,6 +241,7 @@ def test_prefix_is_what_a_tokenizer_puts_before_text_and_not_what_it_puts_after(
         ({"eos_token_id": [1, 106]}, None, (1, 106)),
         ({"eos_token_id": 1}, {"eos_token_id": [1, 106]}, (1, 106)),
         ({"eos_token_id": 1}, {"temperature": 1.0}, (1,)),
+        ({"text_config": {"eos_token_id": 7}}, {}, (7,)),
     ],
 )
 def test_generation_stops_at_every_token_that_the_checkpoint_ends_with(
@@ -250,6 +251,15 @@ def test_generation_stops_at_every_token_that_the_checkpoint_ends_with(
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert evaluation_plan._stop(tmp_path) == expected
+
+
+@pytest.mark.parametrize("written", ["2", 2.0, True, [1, "2"], {"a": 1}])
+def test_what_ends_a_text_is_a_number_or_refused(tmp_path, written):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": written}))
+    with pytest.raises(
+        ValueError, match=r"eos_token_id in .*config\.json is .*: write a token's number there"
+    ):
+        evaluation_plan._stop(tmp_path)
 
 
 def test_bits_per_byte_count_the_space_before_the_first_scored_word(tmp_path):

@@ -17,6 +17,7 @@ from phasewise.evaluate.prefixed import Prefixed
 from phasewise.hf.language_model import LanguageModel, open_language_model
 from phasewise.model.folder import CONFIG, inside, read_settings
 from phasewise.model.history import read_history
+from phasewise.positions import is_whole
 from phasewise.record import file_sha256
 from phasewise.train.evaluation_recipe import EvaluateRecipe
 from phasewise.train.evaluation_report import Checkpoint
@@ -203,10 +204,21 @@ def _prefix(tokenizer: str) -> tuple[int, ...]:
 def _stop(folder: Path) -> tuple[int, ...]:
     """The tokens that end a text: one or several, of how the checkpoint is to generate or else of its config."""
     for path in (folder / GENERATION, folder / CONFIG):
-        found = read_settings(path).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return (found,) if isinstance(found, int) else tuple(found)
+        settings = read_settings(path) if path.is_file() else {}
+        for part in (settings, settings.get("text_config")):
+            found = part.get("eos_token_id") if isinstance(part, dict) else None
+            if found is not None:
+                return _tokens(found, path)
     return ()
+
+
+def _tokens(found: object, path: Path) -> tuple[int, ...]:
+    given = found if isinstance(found, list) else [found]
+    if not all(map(is_whole, given)):
+        raise ValueError(
+            f"eos_token_id in {path} is {found!r}: write a token's number there, or a list of them"
+        )
+    return tuple(given)
 
 
 def _windows(recipe: EvaluateRecipe, corpus: Corpus) -> tuple[Windows, ...]:
