@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -212,7 +212,7 @@ def _stop(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _tokens(found: object, path: Path) -> tuple[int, ...]:
+def _tokens(found: Any, path: Path) -> tuple[int, ...]:
     given = found if isinstance(found, list) else [found]
     if not all(map(is_whole, given)):
         raise ValueError(
