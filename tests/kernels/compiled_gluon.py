@@ -72,10 +72,14 @@ def holds_operands(kernel: Compiled) -> int:
         written: set[str] = set()
         read_before: set[str] = set()
         for instruction in loop:
-            if found := re.match(r"HGMMA\S* R\d+, R(\d+), gdesc", instruction):
-                read_before |= registers(found[1], 4) - written
+            if found := re.match(r"HGMMA\.64x(\d+)x\S* R(\d+), (?:R(\d+), )?gdesc", instruction):
+                columns, into, operand = found.groups()
+                if operand:
+                    read_before |= registers(operand, 4) - written
+                written |= registers(into, int(columns) // 2)
             elif found := re.match(r"(?:@!?\w+ )?(\S+) R(\d+)\b", instruction):
-                written |= registers(found[2], 4 if re.search("128|M88.4", found[1]) else 1)
+                many = 4 if re.search("128|M88.4", found[1]) else 2 if re.search("64|WIDE", found[1]) else 1
+                written |= registers(found[2], many)
         assert not read_before & written, sorted(read_before & written)
         held |= read_before
     return len(held)

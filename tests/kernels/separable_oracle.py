@@ -4,12 +4,16 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
 from phasewise.kernels import separable
 
 GPU = torch.cuda.is_available()
+needs_hopper = pytest.mark.skipif(
+    not GPU or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+)
 DEVICE = "cuda" if GPU else "cpu"
 
 

@@ -7,19 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.kernels import hopper_draw, hopper_forward, table, tiles
-from tests.kernels.compiled_gluon import (
-    Compiled,
-    compiled,
-    compiled_each,
-    holds_barriers,
-    tile_of,
-)
-from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of
+from tests.kernels.compiled_gluon import Compiled, compiled, compiled_each, holds_barriers, tile_of
+from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of, needs_hopper
 
 pytestmark = [pytest.mark.gpu] if GPU else []
-needs_hopper = pytest.mark.skipif(
-    not GPU or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
 HALF = torch.bfloat16
 
 

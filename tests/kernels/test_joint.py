@@ -18,12 +18,9 @@ from tests.kernels.compiled_gluon import (
     spawn,
     tile_of,
 )
-from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of
+from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of, needs_hopper
 
 pytestmark = [pytest.mark.gpu] if GPU else []
-needs_hopper = pytest.mark.skipif(
-    not GPU or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
 half, short = torch.bfloat16, torch.float16
 
 
