@@ -15,6 +15,7 @@ from tests.kernels.compiled_gluon import (  # noqa: E402
     Compiled,
     compiled,
     compiled_each,
+    holds_barriers,
     holds_operands,
     tile_of,
 )
@@ -114,6 +115,12 @@ FORMS = [row for row in launch_table()["rows"] if (row["kernel"], row["dtype"]) 
 @pytest.fixture(scope="module")
 def intermediates():
     return compiled_each(compiled_row, FORMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", range(len(FORMS)))
+def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
+    holds_barriers(intermediates[form], least=4)
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """TAPA attention, backward in one pass: each score is made once and gives all three gradients.
 
-A program owns a tile of keys and walks over the queries that see it. Its warps have three roles: one loads tiles of
-queries ahead, two add to the gradient of the queries (tapa_turns.py), the others compute. For keys and queries at
-consecutive places the distance power is a function of their difference alone, so it comes from a table, of which a
-thread's part of a tile reads one pair of entries for every diagonal of 8 x 8 blocks.
+A program owns a tile of keys and walks over the queries that see it. Its warps have three roles: one loads the keys
+and, ahead, tiles of queries, two add to the gradient of the queries (tapa_turns.py), the others compute. For keys and
+queries at consecutive places the distance power is a function of their difference alone, so it comes from a table, of
+which a thread's part of a tile reads one pair of entries for every diagonal of 8 x 8 blocks.
 
 For queries that are the last of the keys, causal, without window or positions, in half precision, with the quadratic
 phase, on compute capability 9. Letters and conventions of tapa_score.py, level and twist as in tapa_backward.py; tiles
@@ -38,8 +38,17 @@ SPACING = 1024  # tiles of queries walked over side by side, so that whoever is 
 
 
 @gluon.jit
-def load_queries(sources, buffers, full, ready, batch, head, heads, low, count, GROUP: gl.constexpr):
-    """Fills the stages with tiles of q_A, q_P, the gradient above, the log-sum-exps and the deltas."""
+def load_keys_and_queries(
+    keys, key_buffers, loaded, sources, buffers, full, ready, batch, group, first_n, heads, low, count,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """A tile of k_A, k_P and v, then stage by stage tiles of q_A, q_P, the gradient above, log-sum-exps and deltas."""
+    mbarrier.expect(loaded, keys[0].block_type.nbytes + keys[1].block_type.nbytes + keys[2].block_type.nbytes)
+    for tensor in gl.static_range(3):
+        tma.async_copy_global_to_shared(
+            keys[tensor], [batch, group, first_n, 0], loaded, key_buffers[tensor].index(0)
+        )
+    head = group * GROUP
     BLOCK_M: gl.constexpr = sources[0].block_type.shape[2]
     STAGES: gl.constexpr = buffers[0].shape[0]
     BYTES: gl.constexpr = (
@@ -214,8 +223,8 @@ def store_rows(ptr, strides, b, h, first_row, first_column, length, values, fact
 
 @gluon.jit
 def key_gradients(
-    grad_k_ptr, k_strides, grad_v_ptr, v_strides, sources, key_buffers, loaded, buffers, scores, grads, barriers,
-    batch, group, first_n, first_i, near, count, S, scale, table_ptr, GROUP: gl.constexpr,
+    grad_k_ptr, k_strides, grad_v_ptr, v_strides, key_buffers, loaded, buffers, scores, grads, barriers, batch, group,
+    first_n, first_i, near, count, S, scale, table_ptr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values, summed over the query heads of a group.
 
@@ -223,22 +232,16 @@ def key_gradients(
     """
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_M: gl.constexpr = buffers[0].shape[3]
-    BLOCK_N: gl.constexpr = sources[0].block_type.shape[2]
-    A: gl.constexpr = sources[0].block_type.shape[3]
-    P: gl.constexpr = sources[1].block_type.shape[3]
-    V: gl.constexpr = sources[2].block_type.shape[3]
+    BLOCK_N: gl.constexpr = key_buffers[0].shape[3]
+    A: gl.constexpr = key_buffers[0].shape[4]
+    P: gl.constexpr = key_buffers[1].shape[4]
+    V: gl.constexpr = key_buffers[2].shape[4]
     BY_A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, A, 16])
     BY_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, P, 16])
     BY_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V, 16])
     SPLIT: gl.constexpr = WARPS // 4
     Q_A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, SPLIT], [16, min(BLOCK_M, A) // SPLIT, 16])
     Q_P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, SPLIT], [16, min(BLOCK_M, P) // SPLIT, 16])
-    mbarrier.expect(
-        loaded, sources[0].block_type.nbytes + sources[1].block_type.nbytes + sources[2].block_type.nbytes
-    )
-    for part in gl.static_range(3):
-        at = [batch, group, first_n, 0]
-        tma.async_copy_global_to_shared(sources[part], at, loaded, key_buffers[part].index(0))
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     j = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SCORES))
     i = first_i + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, SCORES))
@@ -327,18 +330,17 @@ def joint_kernel(
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
 
-    head = group * GROUP
-    first_tile = (batch * G * GROUP + head) * tiles
+    first_tile = (batch * G * GROUP + group * GROUP) * tiles
     turns = turn_ptr + 1
     gl.warp_specialize(
         [
             (key_gradients, (
-                grad_k_ptr, k_strides, grad_v_ptr, v_strides, (k_a, k_p, v), key_buffers, loaded, buffers, scores,
-                grads, (full, ready, free), batch, group, first_n, low + S - T, near, count, S, scale, table_ptr,
-                GROUP,
+                grad_k_ptr, k_strides, grad_v_ptr, v_strides, key_buffers, loaded, buffers, scores, grads,
+                (full, ready, free), batch, group, first_n, low + S - T, near, count, S, scale, table_ptr, GROUP,
             )),
-            (load_queries, (
-                (q_a, q_p, above, lse, delta), buffers, full, ready, batch, head, G * GROUP, low, count, GROUP,
+            (load_keys_and_queries, (
+                (k_a, k_p, v), key_buffers, loaded, (q_a, q_p, above, lse, delta), buffers, full, ready, batch, group,
+                first_n, G * GROUP, low, count, GROUP,
             )),
             (add_query_grads, (
                 (sum_a, sum_p), turns, grads, ready, free, first_tile, tiles, tile, low, count, T, S,
