@@ -66,7 +66,6 @@ def test_inputs_stay_as_they_were_and_no_unwritten_memory_shows():
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
 def test_derivatives_that_do_not_pass_through_it_are_refused_with_the_remedy():
     q, k, v = inputs(2, 140, 6, 4)
     remedy = r"blocks of queries.*impl='reference'"

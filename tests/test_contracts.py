@@ -471,7 +471,6 @@ def test_sdpa_equals_reference_on_any_packing_and_window(case, lengths, window, 
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
 @both
 def test_compiles_whole_with_dynamic_lengths(case, impl):
     torch.compiler.reset()  # a process compiles a function for so many encodings and no more

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from phasewise.bench.gpt2 import GPT2, Training
@@ -28,7 +27,6 @@ def twins():
     return training, ours
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it is imported
 def test_single_file_trainer_computes_our_model_with_rope():
     training, ours = twins()
     tokens = torch.randint(64, (3, 25), generator=torch.Generator().manual_seed(0))

@@ -99,7 +99,6 @@ def test_operators_pass_every_check_of_their_registration(name, impl):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
 @every_route
 def test_compiled_whole_one_dynamic_graph_gives_the_same_output_and_gradients(name, impl):
     width = 64 if GPU else 16
@@ -184,7 +183,6 @@ def test_derivatives_of_torch_func_are_refused_with_the_remedy(name, impl):
     assert torch.func.grad(loss)(q, "reference").shape == q.shape
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, of forward mode
 @every_route
 def test_forward_mode_derivatives_are_refused_with_the_remedy(name, impl):
     width = 64 if GPU else 16
@@ -269,7 +267,6 @@ def test_yarns_factor_reaches_scores_and_every_gradient(kind, width, impl):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.parametrize(("name", "impl"), [route for route in ROUTES if route[1] != "cudnn"])
 def test_compiled_chunks_of_a_prefill_of_any_lengths_are_one_dynamic_graph(name, impl):
     width = 64 if GPU else 16

@@ -62,7 +62,6 @@ def test_without_gradients_nothing_is_saved_and_without_a_need_of_them_none_are_
 
 
 @either_way
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own
 def test_forward_mode_derivatives_are_refused_not_dropped(scaled):
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
         scaled(forward_ad.make_dual(leaf().detach(), torch.ones(3, dtype=torch.float64)), 3.0, None)

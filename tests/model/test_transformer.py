@@ -360,7 +360,6 @@ def test_a_model_is_exported_once_for_every_length_in_a_range(encoding):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # inductor's own import
 @pytest.mark.parametrize(("encoding", "backend"), [(RoPEConfig(), "aot_eager"), (PoPEConfig(), "inductor")])
 def test_the_forward_compiles_whole_and_once_for_all_lengths(encoding, backend):
     model = model_of(encoding, dtype=torch.float32)

@@ -231,7 +231,6 @@ def test_validation_loss_is_that_of_the_model_then_and_disturbs_nothing(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_compiled_blocks_compile_once_for_all_layers_and_give_the_eager_losses(tmp_path):
     torch.compiler.reset()

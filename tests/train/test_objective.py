@@ -17,7 +17,6 @@ def alone():
     dist.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, while it compiles
 def test_ddp_does_not_cut_what_is_compiled_at_its_buckets(alone, monkeypatch):
     cut = []
     monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, graph, _inputs: cut.append(graph) or graph)
