@@ -59,7 +59,7 @@ tables: $(ready) ## the figures and tables of README.md and docs from results/
 	$(run) -m experiments.decode_table results/attention/decode-h200.json
 	$(run) -m experiments.extend_demo
 	cp results/evaluate/demo/figure.svg docs/figures/evaluate_demo.svg
-	$(run) -m experiments.training_table results/training/h200.json results/training/h200-flash.json results/training/h200-flash-1024.json results/training/h200-flash-8192.json
+	$(run) -m experiments.training_table results/training/h200.json
 	$(run) -m experiments.small_models_page
 	$(run) -m experiments.validation_tables
 	$(run) -m experiments.parallel_tables results/parallel/h200
