@@ -6,8 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-from phasewise.kernels import hopper_draw, hopper_forward, table, tiles
-from tests.kernels.compiled_gluon import Compiled, compiled, compiled_each, holds_barriers, tile_of
+from phasewise.kernels import hopper_draw, table
 from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of, needs_hopper
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -31,31 +30,6 @@ def test_numbers_that_are_drawn_name_every_tile_once_the_longest_first_of_as_man
         ),
         *[named[total - 1]] * 2,
     ]
-
-
-FORMS = [row for row in tiles.launch_table()["rows"] if row["kernel"] == "separable.hopper.forward"]
-
-
-@pytest.fixture(scope="module")
-def intermediates():
-    return compiled_each(compiled_row, FORMS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", range(len(FORMS)))
-def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
-    holds_barriers(intermediates[form])
-
-
-def compiled_row(row: dict) -> Compiled:
-    """The kernel of a row of the launch table, behind one that prepares."""
-    meta, width, v_width = dict(row["meta"]), row["qk"], row["v"]
-    keys = meta.pop("BLOCK_N")
-    tensors = {"q_desc": tile_of(64, width), "k_desc": tile_of(keys, width), "v_desc": tile_of(keys, v_width)}
-    pointers = {"out_ptr": "*bf16", "lse_ptr": "*fp32", "draw_ptr": "*i32"}
-    constants = {**meta, "D": v_width, "CAUSAL": True}
-    kernel = hopper_forward.forward_kernel
-    return compiled(kernel, {**tensors, **pointers, "scale_log2": "fp32"}, constants)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The backward in one pass for separable scores: what it serves, and on a GPU that it is the equation."""
 
+from multiprocessing import get_context
 from threading import Barrier
 from time import monotonic
 
@@ -9,15 +10,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 from phasewise.kernels import joint, tapa_turns, tiles
-from tests.kernels.compiled_gluon import (
-    Compiled,
-    compiled,
-    compiled_each,
-    holds_barriers,
-    holds_operands,
-    spawn,
-    tile_of,
-)
 from tests.kernels.separable_oracle import GPU, Case, fused, holds, inputs_of, needs_hopper
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -134,48 +126,11 @@ def chosen(condition: bool, one: int, other: int) -> int:
     return one if condition else other
 
 
-ROWS = tiles.launch_table()["rows"]
-FORMS = [row for row in ROWS if row["kernel"] == "separable.joint" and row["dtype"] == "bfloat16"]
-
-
-@pytest.fixture(scope="module")
-def intermediates():
-    return compiled_each(compiled_row, FORMS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", range(len(FORMS)))
-def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
-    holds_barriers(intermediates[form])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", range(len(FORMS)))
-def test_what_registers_hold_over_tiles_is_not_written_over(form, intermediates):
-    holds_operands(intermediates[form])
-
-
-def compiled_row(row: dict) -> Compiled:
-    """The kernel of a row of the launch table."""
-    from triton.experimental.gluon import language as gl
-
-    width, v_width = row["qk"], row["v"]
-    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    columns_of = {"q": width // 2, "k": width // 2, "v": v_width, "dout": v_width}
-    sums = {"lse2": [1, 64], "delta": [1, 64], "sum": [width // 8, 256]}
-    types = {
-        **{f"{name}_desc": tile_of(64, columns) for name, columns in columns_of.items()},
-        **{f"{name}_desc": f"tensordesc<fp32{shape},{plain!r}>" for name, shape in sums.items()},
-        **{"dk_ptr": "*bf16", "dv_ptr": "*bf16", "turn_ptr": "*i32", "scale": "fp32", "scale_log2": "fp32"},
-    }
-    constants = {"GROUP": 1, **row["meta"], "BY_CHANNELS": width > v_width}
-    return compiled(joint.joint_kernel, types, constants)
-
-
 @needs_hopper
 @pytest.mark.slow
 def test_bits_repeat_beside_other_processes():
     widths = [(128, 128), (128, 128), (128, 64), (64, 64)]
+    spawn = get_context("spawn")
     start = spawn.Barrier(len(widths))
     processes = [spawn.Process(target=repeat, args=(*pair, start)) for pair in widths]
     for process in processes:

@@ -11,14 +11,6 @@ triton = pytest.importorskip("triton")
 from phasewise.kernels import tapa, tapa_backward, tapa_joint, tapa_turns  # noqa: E402
 from phasewise.kernels.table import launch_table  # noqa: E402
 from phasewise.kernels.tapa_score import BEFORE, Score  # noqa: E402
-from tests.kernels.compiled_gluon import (  # noqa: E402
-    Compiled,
-    compiled,
-    compiled_each,
-    holds_barriers,
-    holds_operands,
-    tile_of,
-)
 from tests.kernels.test_tapa import DEVICE, GPU, definition, float32_definition, inputs  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if GPU else []
@@ -107,52 +99,6 @@ def test_one_pass_serves_the_static_causal_case_at_the_widths_it_is_written_for(
     monkeypatch.setattr(tapa_backward, "launch", lambda *_, **__: {"body": "joint", "queries": 1024})
     q, k, v = inputs(queries, keys, width=width, v_width=v_width, dtype=torch.float16)
     assert tapa_backward.one_pass(q, k, v, None, score) is serves
-
-
-FORMS = [row for row in launch_table()["rows"] if (row["kernel"], row["dtype"]) == ("tapa.joint", "bfloat16")]
-
-
-@pytest.fixture(scope="module")
-def intermediates():
-    return compiled_each(compiled_row, FORMS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", range(len(FORMS)))
-def test_a_partition_takes_every_barrier_that_is_made(form, intermediates):
-    holds_barriers(intermediates[form], least=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", range(len(FORMS)))
-def test_what_registers_hold_over_tiles_is_not_written_over(form, intermediates):
-    held = holds_operands(intermediates[form])
-    assert held > 0 if FORMS[form]["qk"] == 64 else held == 0
-
-
-def compiled_row(row: dict) -> Compiled:
-    """The kernel of a row of the launch table."""
-    from triton.experimental.gluon import language as gl
-
-    meta, width, v_width = dict(row["meta"]), row["qk"], row["v"]
-    options = {name: meta.pop(name) for name in ("num_warps", "maxnreg")}
-    queries, keys = meta.pop("BLOCK_M"), meta.pop("BLOCK_N")
-    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    sums = {"sum_a": [8, 256], "sum_p": [8, 256], "lse": [1, queries], "delta": [1, queries]}
-    types = {
-        **{name: tile_of(queries, width // 2) for name in ("q_a", "q_p")},
-        **{name: tile_of(keys, width // 2) for name in ("k_a", "k_p")},
-        **{"v": tile_of(keys, v_width), "above": tile_of(queries, v_width)},
-        **{name: f"tensordesc<fp32{shape},{plain!r}>" for name, shape in sums.items()},
-        **{
-            "grad_k_ptr": "*bf16",
-            "grad_v_ptr": "*bf16",
-            "turn_ptr": "*i32",
-            "table_ptr": "*i64",
-            "scale": "fp32",
-        },
-    }
-    return compiled(tapa_joint.joint_kernel, types, {"GROUP": 1, **meta}, **options)
 
 
 def gradients(function, tensors, **options):
