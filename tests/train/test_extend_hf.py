@@ -5,7 +5,9 @@ import os
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from phasewise.hf.language_model import open_language_model
 from phasewise.train.continuation import ExtendRecipe
@@ -50,6 +52,24 @@ def test_transformers_serves_the_rule_from_linked_weights(tmp_path, name, rule, 
     assert os.path.samefile(out / "model.safetensors", folder / "model.safetensors")
     (out / "tokenizer.json").write_text("changed")
     assert (folder / "tokenizer.json").read_text() == "{}"
+
+
+def test_every_chat_template_comes_along_whole_and_no_state_of_a_training(llama, tmp_path):
+    templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template=templates).save_pretrained(llama)
+    elsewhere = tmp_path / "blob"
+    (llama / "additional_chat_templates" / "rag.jinja").rename(elsewhere)
+    (llama / "additional_chat_templates" / "rag.jinja").symlink_to(elsewhere)
+    for folder in ("checkpoint-5", "additional_chat_templates"):
+        (llama / folder).mkdir(exist_ok=True)
+        (llama / folder / "optimizer.pt").write_bytes(b"moments")
+    rewrite(asked(llama, "yarn"), tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == templates
+    written = tmp_path / "out" / "additional_chat_templates"
+    assert sorted(path.name for path in written.iterdir()) == ["rag.jinja", "tool_use.jinja"]
+    assert not any(path.is_symlink() or path.stat().st_nlink > 1 for path in written.iterdir())
+    assert not (tmp_path / "out" / "checkpoint-5").exists()
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,16 @@ from phasewise.train.folder import require_free
 from phasewise.train.rules import Present, Search
 
 WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack")
+TEMPLATES = "additional_chat_templates"
+"""Where tokenizers of transformers save the chat templates that are not the default, and look for them."""
 
 
 def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     """Write a folder like the recipe's checkpoint whose config serves its length, and give the rule in it.
 
     Weights are linked, or copied where the disk has no links; all other files are copied, since who saves a
-    tokenizer there would write through a link. Nothing is trained or measured: that is for other programs, or
-    `phasewise evaluate`.
+    tokenizer there would write through a link, and of subfolders the tokenizer's further chat templates. Nothing is
+    trained or measured: that is for other programs, or `phasewise evaluate`.
 
     Raises ValueError without transformers, for steps, a search, several lengths, weights that are not whole, a
     length not above the one the config serves, a config without rates, and a rule that does not start from
@@ -57,10 +59,9 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     write(config, rule)
     text.max_position_embeddings = length
     _require_read_back(config, rule)
-    out.mkdir(parents=True, exist_ok=True)
-    for path in sorted(folder.iterdir()):
+    for path in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]):
         if path.is_file() and path.name != CONFIG:
-            _bring(path, out / path.name)
+            _bring(path, out / path.relative_to(folder))
     with replacing(out / CONFIG) as unfinished:
         unfinished.write_text(config.to_json_string(), encoding="utf-8")
     return rule
@@ -77,6 +78,7 @@ def _require_read_back(config: object, rule: AnyFrequencies) -> None:
 
 
 def _bring(path: Path, to: Path) -> None:
+    to.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix in WEIGHTS:
         try:
             os.link(path.resolve(), to)
