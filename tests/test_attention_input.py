@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from phasewise import TAPA, ALiBi, NoPE, PoPE, Positions, RoPE, RoPEConfig, attention, choose
+from phasewise.positions import visible
 
 STRETCHED = {"kind": "yarn", "base": 1e4, "factor": 2.0, "original_length": 4}
 
@@ -163,6 +164,24 @@ def test_an_empty_call_gives_an_empty_output_and_gradients_of_zero(impl, batch, 
             r"index\[None\]",
         ),
         (lambda: Positions.after(Positions.arange(0), 1), "nothing to continue"),
+        (lambda: Positions([[0, 1]], [[0, 0]]), "index must be a tensor, but is list; use torch.as_tensor"),
+        (lambda: Positions.arange(3, start=1.5), "start must be a whole number, but is 1.5"),
+        (lambda: Positions.arange(3, start="a"), "start must be a whole number, but is 'a'"),
+        (lambda: Positions.packed(3), "document lengths must be whole numbers, but is 3; give a list"),
+        (lambda: Positions.grid(4), "shape must be whole numbers, but is 4; give a list"),
+        (lambda: Positions.arange(3).narrow(1.0, 1), "places 1.0 to 2.0 are not all"),
+        (lambda: Positions.after(torch.arange(3), 1), "past must be Positions, but is Tensor"),
+        (lambda: Positions.cat(Positions.arange(3), 3), "second must be Positions, but is int"),
+        (lambda: visible(Positions.arange(3), torch.arange(3)), "k_at must be Positions, but is Tensor"),
+        (lambda: visible(Positions.arange(3), Positions.arange(3, device="meta")), "k_at on meta"),
+        (
+            lambda: visible(Positions.arange(3).expand(2), Positions.arange(3).expand(3)),
+            "q_at places 2 rows and k_at 3; give as many, or 1",
+        ),
+        (
+            lambda: visible(Positions.arange(3), Positions.arange(3), causal="no"),
+            "True or False, but is 'no'",
+        ),
     ],
 )
 def test_places_that_are_none_are_named(make, message):

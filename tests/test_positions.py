@@ -69,8 +69,10 @@ def test_boundaries_place_documents_as_their_lengths_do_and_the_rest_is_padding(
         *range(before),
         *range(before + sum(lengths), before + sum(lengths) + after),
     ]
-    assert torch.equal(at.index[~padding], packed.index[0])
-    assert torch.equal(at.segment[~padding], packed.segment[0])
+    index = [place for length in lengths for place in range(length)]
+    segment = [document for document, length in enumerate(lengths) for _ in range(length)]
+    assert at.index[~padding].tolist() == packed.index[0].tolist() == index
+    assert at.segment[~padding].tolist() == packed.segment[0].tolist() == segment
 
 
 @given(
@@ -132,3 +134,14 @@ def test_a_window_beyond_all_positions_is_refused_rather_than_wrapped_around():
         ValueError, match=r"at most 4611686018427387904, but is 9223372036854775807; None sees"
     ):
         visible(at, at, window=2**63 - 1)
+
+
+def test_packing_asks_no_device_how_many_places_there_are():
+    assert Positions.packed([3, 0, 2], device="meta").index.shape == (1, 5)
+
+    def packed(x):
+        at = Positions.packed([3, 0, 2])
+        return at.index + 10 * at.segment + x
+
+    compiled = torch.compile(packed, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1, 5, dtype=torch.int64)).tolist() == [[0, 1, 2, 20, 21]]

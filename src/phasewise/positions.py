@@ -5,8 +5,9 @@ Letters: B batch rows, T places (queries), S places (keys), A axes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -39,9 +40,11 @@ class Positions:
 
     def __post_init__(self) -> None:
         for name, value in (("index", self.index), ("segment", self.segment)):
-            if not isinstance(value, Tensor) or value.dtype != torch.int64:
-                given = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"positions must be int64, but {name} is {given}; use .to(torch.int64)")
+            _check_tensor(name, value)
+            if value.dtype != torch.int64:
+                raise ValueError(
+                    f"positions must be int64, but {name} is {value.dtype}; use .to(torch.int64)"
+                )
         if self.index.ndim not in (2, 3):
             raise ValueError(
                 f"index must be [B, T] or [B, T, axes], but has shape {tuple(self.index.shape)}; "
@@ -63,6 +66,8 @@ class Positions:
     def arange(cls, length: int, *, start: int = 0, device: torch.device | str | None = None) -> Positions:
         """`length` consecutive places from `start`, one row, one segment; ValueError for a length below 0."""
         _check_counts("length", [length])
+        if not is_whole(start):
+            raise ValueError(f"start must be a whole number, but is {start!r}; give an int, as 128")
         _check_reach("start", start)
         index = torch.arange(start, start + length, device=device)[None]
         return cls(index, torch.zeros_like(index))
@@ -77,10 +82,8 @@ class Positions:
         [[0, 0, 1, 1, 1]]
         """
         _check_counts("document lengths", lengths)
-        counts = torch.tensor(list(lengths), dtype=torch.int64, device=device)
-        segment = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
-        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        return cls((torch.arange(len(segment), device=device) - first)[None], segment[None])
+        boundaries = [0, *accumulate(lengths)]
+        return cls.cu_seqlens(torch.tensor(boundaries, dtype=torch.int64, device=device), boundaries[-1])
 
     @classmethod
     def cu_seqlens(cls, boundaries: Tensor, length: int) -> Positions:
@@ -146,6 +149,7 @@ class Positions:
         >>> Positions.after(Positions.padded(torch.tensor([[0, 1, 1]])), 2).index.tolist()
         [[2, 3]]
         """
+        check_places("past", past)
         if past.axes != 1:
             raise ValueError(f"places on {past.axes} axes have no single continuation; give the next places")
         if past.length == 0:
@@ -161,6 +165,8 @@ class Positions:
     @classmethod
     def cat(cls, first: Positions, second: Positions) -> Positions:
         """The places of `first` followed by those of `second`, row by row."""
+        check_places("first", first)
+        check_places("second", second)
         if first.axes != second.axes:
             raise ValueError(
                 f"places on {first.axes} and on {second.axes} axes do not join; give both on the same axes"
@@ -189,7 +195,7 @@ class Positions:
 
     def narrow(self, start: int, length: int) -> Positions:
         """The places `start` to `start + length` of every row; ValueError beyond the last place."""
-        if not 0 <= start <= start + length <= self.length:
+        if not (is_whole(start) and is_whole(length) and 0 <= start <= start + length <= self.length):
             raise ValueError(
                 f"places {start} to {start + length} are not all among the {self.length} there are; ask for fewer"
             )
@@ -219,12 +225,14 @@ def visible(q_at: Positions, k_at: Positions, *, causal: bool = True, window: in
     A key is visible when it is in the query's segment, not after the query (causal; on several axes
     "after" is raster order), and at a distance below `window`, which counts the query itself.
 
-    Raises ValueError for a window below 1 or above 2^62, or a window on several axes.
+    Raises ValueError for places that do not fit each other, a window below 1 or above 2^62, or one on several axes.
 
     >>> visible(Positions.arange(2), Positions.arange(2)).int().tolist()
     [[[1, 0], [1, 1]]]
     """
     check_view(q_at, k_at, window)
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, but is {causal!r}")
     same = q_at.segment[:, :, None] == k_at.segment[:, None, :]
     mask = same & (q_at.segment >= 0)[:, :, None]
     if causal:
@@ -245,9 +253,19 @@ def _check_tensor(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a tensor, but is {type(value).__name__}; use torch.as_tensor")
 
 
+def check_places(name: str, value: object) -> None:
+    """Raise ValueError unless a value is `Positions`."""
+    if not isinstance(value, Positions):
+        raise ValueError(
+            f"{name} must be Positions, but is {type(value).__name__}; use Positions(index, segment)"
+        )
+
+
 def _check_counts(name: str, counts: Sequence[int]) -> None:
     if isinstance(counts, Tensor):
         raise ValueError(f"{name} must be whole numbers, but is a tensor; use .tolist()")
+    if not isinstance(counts, Iterable):
+        raise ValueError(f"{name} must be whole numbers, but is {counts!r}; give a list of them")
     if not all(is_whole(count) and count >= 0 for count in counts):
         raise ValueError(f"{name} must be whole numbers from 0, but is {list(counts)}")
     _check_reach(name, *counts)
@@ -260,7 +278,15 @@ def _check_reach(name: str, *values: int) -> None:
 
 
 def check_view(q_at: Positions, k_at: Positions, window: int | None) -> None:
-    """Raise ValueError unless queries and keys are on the same axes, and `window` is one they can have."""
+    """Raise ValueError unless places of queries and keys fit each other, and `window` is one they can have."""
+    check_places("q_at", q_at)
+    check_places("k_at", k_at)
+    if q_at.device != k_at.device:
+        raise ValueError(f"q_at is on {q_at.device}, but k_at on {k_at.device}; use .to(device) of one")
+    if q_at.batch != k_at.batch and 1 not in (q_at.batch, k_at.batch):
+        raise ValueError(
+            f"q_at places {q_at.batch} rows and k_at {k_at.batch}; give as many, or 1 that serves all"
+        )
     if q_at.axes != k_at.axes:
         raise ValueError(
             f"queries are on {q_at.axes} axes and keys on {k_at.axes}; give both on the same axes"
