@@ -3,6 +3,7 @@
 import math
 from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -346,7 +347,7 @@ NEEDED = {"base": 1e4, "factor": 2.0, "original_length": 4096}
         (Geometric, {"base": math.inf}, "base is inf"),
         (Geometric, {"base": "10000"}, "base.*valid number"),
         (Geometric, {}, "Geometric is missing base; it takes"),
-        (Geometric, {"base": 1e4, "theta": 1e4}, "theta.*not permitted"),
+        (Geometric, {"base": 1e4, "theta": 1e4}, "theta is not permitted; Geometric takes kind, base"),
         (Linear, {"base": 1e4, "factor": 0.5}, r"factor is 0.5; give wanted / original length"),
         (NTK, {"base": 1e4, "factor": math.inf}, "factor is inf"),
         (DynamicNTK, {"base": 1e4, "factor": 2.0}, "DynamicNTK is missing original_length"),
@@ -427,6 +428,7 @@ def test_longrope_refuses_lists_and_factors_it_cannot_use(changes, message):
     [
         (lambda: Geometric(base=1e4).rates(0), "n is 0; give the number of channels"),
         (lambda: Geometric(base=1e4).rates(2.0), "n is 2.0"),
+        (lambda: Geometric(base=1e4).rates(True), "n is True"),
         (lambda: NTK(base=1e4, factor=2.0).rates(1), "n is 1; .* use 2 or more, or Linear"),
         (lambda: Explicit(values=[0.5]).rates(2), "Explicit lists 1 channels and n is 2"),
         (lambda: longrope().rates(3, length=1), "LongRoPE lists 2 channels and n is 3"),
@@ -439,6 +441,19 @@ def test_longrope_refuses_lists_and_factors_it_cannot_use(changes, message):
 def test_a_call_that_has_no_answer_says_what_would(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("given", [1e4, None, "yarn", [1.0, 0.1], torch.ones(2)], ids=str)
+def test_what_stands_in_a_rules_place_is_named_with_what_would(given):
+    with pytest.raises(ValueError, match=r"(?s)is no rule; give one, as Geometric\(base=10_000.0\)"):
+        TypeAdapter(AnyFrequencies).validate_python(given)
+
+
+def test_counts_and_lengths_may_be_numpys():
+    lengths = np.array([16, 4096])
+    rule = DynamicNTK(base=10_000.0, factor=2.0, original_length=lengths[0])
+    assert rule == DynamicNTK(base=10_000.0, factor=2.0, original_length=16)
+    assert torch.equal(rule.rates(np.int64(4), length=lengths[1]), rule.rates(4, length=4096))
 
 
 def test_an_unknown_kind_lists_the_known_ones():

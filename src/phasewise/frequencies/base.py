@@ -8,8 +8,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 from torch import Tensor
 
 Device = torch.device | str | None
@@ -22,6 +31,11 @@ def _where(condition: Callable[[Any], bool], remedy: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _plain(value: Any) -> Any:
+    """A whole number of numpy's as Python's; all else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def _listing(condition: Callable[[float], bool], remedy: str) -> AfterValidator:
@@ -40,7 +54,9 @@ Factor = Annotated[
     float, _where(lambda x: 1 <= x <= LONGEST, "give wanted / original length, from 1 to 2^62")
 ]
 Length = Annotated[
-    int, _where(lambda x: 1 <= x <= LONGEST, "give the number of positions trained on, from 1 to 2^62")
+    int,
+    BeforeValidator(_plain),
+    _where(lambda x: 1 <= x <= LONGEST, "give the number of positions trained on, from 1 to 2^62"),
 ]
 Positive = Annotated[
     float, _where(lambda x: SMALLEST <= x <= LARGEST, "give a finite number above 0, from 1e-100 to 1e100")
@@ -74,15 +90,17 @@ class Frequencies(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _required_fields(cls, data: Any) -> Any:
+    def _own_fields(cls, data: Any) -> Any:
         if isinstance(data, Mapping):
+            takes = ", ".join(cls.model_fields)
+            unknown = [str(name) for name in data if name not in cls.model_fields]
+            if unknown:
+                raise ValueError(f"{', '.join(unknown)} is not permitted; {cls.__name__} takes {takes}")
             missing = [
                 name for name, field in cls.model_fields.items() if field.is_required() and name not in data
             ]
             if missing:
-                raise ValueError(
-                    f"{cls.__name__} is missing {', '.join(missing)}; it takes {', '.join(cls.model_fields)}"
-                )
+                raise ValueError(f"{cls.__name__} is missing {', '.join(missing)}; it takes {takes}")
         return data
 
     @property
@@ -139,21 +157,20 @@ class Static(Frequencies):
         return ((1, None),)
 
     def rates(self, n: int, *, length: int | None = None, device: Device = None) -> Tensor:
-        self._check(n, length)
-        return self._rates(n, device)
+        return self._rates(self._checked(n, length), device)
 
     def attention_factor(self, n: int, *, length: int | None = None) -> float:
-        self._check(n, length)
+        self._checked(n, length)
         return self._attention_factor()
 
     def at(self, length: int, n: int) -> "Static":
-        self._check(n, length)
+        self._checked(n, length)
         return self
 
-    def _check(self, n: int, length: int | None) -> None:
-        _require_channels(n)
+    def _checked(self, n: int, length: int | None) -> int:
         if length is not None:
             _served(self, length)
+        return _channels(n)
 
 
 class LengthDependent(Frequencies):
@@ -165,8 +182,7 @@ class LengthDependent(Frequencies):
     def _at(self, length: int, n: int) -> Static: ...
 
     def at(self, length: int, n: int) -> Static:
-        _require_channels(n)
-        return self._at(_served(self, length), n)
+        return self._at(_served(self, length), _channels(n))
 
     def rates(self, n: int, *, length: int | None = None, device: Device = None) -> Tensor:
         return self.at(_served(self, length), n).rates(n, device=device)
@@ -193,15 +209,18 @@ class Continuous(LengthDependent):
         """
 
 
-def _require_channels(n: int) -> None:
-    if not isinstance(n, int) or not 1 <= n <= MOST_CHANNELS:
+def _channels(n: int) -> int:
+    n = _plain(n)
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_CHANNELS:
         raise ValueError(
             f"n is {n!r}; give the number of channels, from 1 to 2^20: rotated_dim // 2 for RoPE, head_dim for PoPE"
         )
+    return n
 
 
 def _served(rule: Frequencies, length: int | None) -> int:
-    if not isinstance(length, int) or not 1 <= length <= LONGEST:
+    length = _plain(length)
+    if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= LONGEST:
         raise ValueError(
             f"length is {length!r}; {type(rule).__name__} takes the number of positions served, from 1 to 2^62"
         )

@@ -6,11 +6,11 @@ n = rotated_dim / 2 every rule equals Hugging Face transformers' own of that nam
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from phasewise.frequencies.base import (
@@ -332,9 +332,16 @@ class Explicit(Static):
         return self.attention
 
 
+def _rule(value: Any) -> Any:
+    if not isinstance(value, Frequencies | Mapping):
+        raise ValueError(f"{value!r:.100} is no rule; give one, as Geometric(base=10_000.0)")
+    return value
+
+
 AnyFrequencies = Annotated[
     Geometric | Linear | NTK | DynamicNTK | YaRN | DynamicYaRN | LongRoPE | Llama3 | Proportional | Explicit,
     Field(discriminator="kind"),
+    BeforeValidator(_rule),
 ]
 
 
