@@ -190,7 +190,21 @@ def test_a_cache_of_a_shallower_model_is_refused():
             model_of(NoPEConfig(), layers=2)(tokens, cache=cache)
 
 
-@pytest.mark.parametrize("keep", [0, -1])
+@torch.no_grad()
+def test_tokens_that_a_shallower_model_put_in_between_are_no_layers_of_a_deeper_one():
+    cache, deep, shallow = Cache(), model_of(NoPEConfig(), layers=2), model_of(NoPEConfig(), layers=1)
+    for model in (deep, deep, shallow):  # the memory of the second layer would hold what was never written
+        model(tokens_of(1, 3), cache=cache)
+    with pytest.raises(ValueError, match=r"not seen all of the 9 tokens .* another model's; use a new Cache"):
+        deep(tokens_of(1, 1), cache=cache)
+
+
+def test_a_cache_of_another_library_is_none():
+    with pytest.raises(ValueError, match=r"cache must be a Cache, but is dict; use phasewise.Cache\(\)"):
+        model_of(NoPEConfig())(tokens_of(1, 3), cache={})
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5])
 def test_keeping_no_logits_is_refused(keep):
     with pytest.raises(ValueError, match="at least 1"):
         model_of(NoPEConfig())(torch.zeros(1, 3, dtype=torch.int64), keep=keep)

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from phasewise.encodings import ALiBiConfig, NoPEConfig, PoPEConfig, RoPEConfig, TAPAConfig
+from phasewise.encodings import ALiBiConfig, NoPEConfig, PoPEConfig, RoPE, RoPEConfig, TAPAConfig
 from phasewise.frequencies import Geometric, LongRoPE, YaRN
 from phasewise.model import ModelConfig
 
@@ -60,6 +60,9 @@ def test_head_dim_need_not_divide_the_width():
         ({"activation": "relu"}, "'swiglu' or 'gelu'"),
         ({"bias": True}, "Extra inputs are not permitted"),
         ({"encoding": {"kind": "rotary"}}, "'nope', 'rope', 'pope', 'tapa', 'alibi'"),
+        ({"encoding": "rope"}, r"encoding is 'rope'; give its config, as RoPEConfig\(\)"),
+        ({"encoding": RoPE(head_dim=8)}, r"encoding is RoPE\(\); give its config"),
+        ({"encoding": (NoPEConfig(), "rope", NoPEConfig())}, "encoding is 'rope'; give its config"),
         ({"encoding": {"kind": "tapa", "alpha": -0.1}}, "greater than or equal to 0"),
     ],
 )

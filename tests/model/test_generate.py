@@ -125,6 +125,14 @@ def test_top_k_keeps_exactly_k_of_equal_logits():
         ({"length": 1, "mask": torch.ones(2, 4)}, r"mask \(2, 4\) must have the shape of tokens \(2, 3\)"),
         ({"length": 1, "mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}, "pad prompts on the left"),
         ({"length": 1, "mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, "pad prompts on the left"),
+        ({"length": 2.5}, "length is a number of tokens to add .* but is 2.5"),
+        ({"length": 1, "temperature": "hot"}, "temperature must be 0 .* but is 'hot'"),
+        (
+            {"length": 1, "temperature": 1.0, "top_k": 2.5},
+            "top_k must be at least 1, but is 2.5; give a number",
+        ),
+        ({"length": 1, "temperature": 1.0, "top_p": "most"}, "top_p must be above 0 .* but is 'most'"),
+        ({"length": 1, "mask": [[1, 1, 1]] * 2}, "mask must be a tensor, but is list; use torch.as_tensor"),
         ({"length": 1, "stop": 2.0}, "stop must be a token's number, or several, but is 2.0"),
         ({"length": 1, "stop": ["2"]}, "stop must be a token's number, or several"),
     ],
@@ -139,6 +147,11 @@ def test_a_model_that_would_drop_out_is_refused():
     with pytest.raises(ValueError, match=r"model\.eval\(\)"):
         generate(model, tokens_of(1, 3), length=1)
     assert generate(model.eval(), tokens_of(1, 3), length=1).shape == (1, 4)
+
+
+def test_a_prompt_that_is_no_tensor_of_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"tokens must be a tensor, but are list; use torch.as_tensor"):
+        generate(model_of(NoPEConfig()), [[1, 2]], length=1)
 
 
 def test_an_empty_prompt_is_refused():

@@ -84,6 +84,7 @@ class _Store:
 
     def __init__(self, *, dim: int) -> None:
         self.dim = dim
+        self.held = 0
         self.memory: Tensor | None = None
 
     def first(self, length: int) -> Tensor:
@@ -95,9 +96,9 @@ class _Store:
         end = start + new.shape[self.dim]
         if start == 0:
             self.memory = new.new_empty(self._shape(new, end))
-        if self.memory is None:
+        if self.memory is None or self.held < start:
             raise ValueError(
-                f"a layer has not seen the {start} tokens that the cache holds, which are another model's; "
+                f"a layer has not seen all of the {start} tokens that the cache holds, which are another model's; "
                 "use a new Cache()"
             )
         held = self.memory
@@ -110,6 +111,7 @@ class _Store:
             self.memory = held.new_empty(self._shape(held, max(end, 2 * held.shape[self.dim])))
             self.memory.narrow(self.dim, 0, start).copy_(held.narrow(self.dim, 0, start))
         self.memory.narrow(self.dim, start, end - start).copy_(new)
+        self.held = end
         return self.first(end)
 
     def _shape(self, tensor: Tensor, length: int) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """What a model is: sizes, choices, and one encoding for all layers or one for each."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from phasewise.encodings import AnyEncodingConfig, PoPEConfig, RoPEConfig
+from phasewise.encodings import AnyEncodingConfig, EncodingConfig, PoPEConfig, RoPEConfig
 from phasewise.frequencies import AnyFrequencies, only
 from phasewise.positions import FURTHEST
 
@@ -73,6 +74,16 @@ class ModelConfig(BaseModel):
     @classmethod
     def _none_is_default(cls, given: Any) -> Any:
         return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+
+    @field_validator("encoding", mode="before")
+    @classmethod
+    def _encoding_is_settings(cls, given: Any) -> Any:
+        for one in given if isinstance(given, tuple | list) else (given,):
+            if not isinstance(one, EncodingConfig | Mapping):
+                raise ValueError(
+                    f"encoding is {one!r:.100}; give its config, as RoPEConfig(), or {{'kind': 'rope'}}"
+                )
+        return given
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:

@@ -4,13 +4,14 @@ Letters: B batch rows, T prompt tokens, V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
 from phasewise.attention import Implementation
 from phasewise.model.cache import Cache
-from phasewise.model.transformer import Transformer
+from phasewise.model.transformer import Transformer, check_tokens
 from phasewise.positions import Positions, is_whole
 
 
@@ -108,23 +109,26 @@ def _check(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> None:
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
+    check_tokens(tokens)
+    if tokens.shape[1] == 0:
         raise ValueError(f"tokens must be [B, T] with T at least 1, but have shape {tuple(tokens.shape)}")
-    if length < 0:
-        raise ValueError(f"length is the number of tokens to add and must not be negative, but is {length}")
+    if not is_whole(length) or length < 0:
+        raise ValueError(f"length is a number of tokens to add and must not be negative, but is {length!r}")
     if model.training and model.config.dropout > 0:
         raise ValueError(f"the model trains, with dropout {model.config.dropout}; call model.eval() first")
     if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"mask must be a tensor, but is {type(mask).__name__}; use torch.as_tensor")
         if mask.shape != tokens.shape:
             raise ValueError(f"mask {tuple(mask.shape)} must have the shape of tokens {tuple(tokens.shape)}")
         real = mask.bool()
         if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
             raise ValueError("mask must be False, then True to the end of each row: pad prompts on the left")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 (greedy) or a finite number above, but is {temperature}")
+    if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 (greedy) or a finite number above, but is {temperature!r}")
     if temperature == 0 and not (top_k is None and top_p is None and generator is None):
         raise ValueError("top_k, top_p and generator only apply to sampling; give a temperature above 0")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, but is {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, but is {top_p}")
+    if top_k is not None and not (is_whole(top_k) and top_k >= 1):
+        raise ValueError(f"top_k must be at least 1, but is {top_k!r}; give a number of tokens")
+    if top_p is not None and not (isinstance(top_p, Real) and 0 < top_p <= 1):
+        raise ValueError(f"top_p must be above 0 and at most 1, but is {top_p!r}")

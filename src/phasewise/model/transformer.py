@@ -14,7 +14,7 @@ from phasewise.attention import Implementation, attention
 from phasewise.frequencies import AnyFrequencies
 from phasewise.model.cache import Cache
 from phasewise.model.config import ModelConfig
-from phasewise.positions import Positions
+from phasewise.positions import Positions, check_places, is_whole
 
 if TYPE_CHECKING:  # it loads torch.distributed, and that Triton
     from phasewise.model.parallel import Sharding
@@ -67,7 +67,7 @@ class Transformer(nn.Module):
 
         Raises ValueError when shapes do not fit, or when `impl` cannot serve one of the layers.
         """
-        if keep is not None and keep < 1:
+        if keep is not None and not (is_whole(keep) and keep >= 1):
             raise ValueError(
                 f"keep is the number of last tokens to give logits for, at least 1, but is {keep}"
             )
@@ -84,8 +84,11 @@ class Transformer(nn.Module):
         sharding: "Sharding | None" = None,
     ) -> Tensor:
         """What the head reads, [B, T, W]: `logits(hidden(tokens))` is `self(tokens)`, and may go in slices."""
-        if tokens.ndim != 2:
-            raise ValueError(f"tokens must be [B, T], but have shape {tuple(tokens.shape)}; use tokens[None]")
+        check_tokens(tokens)
+        if at is not None:
+            check_places("at", at)
+        if not isinstance(cache, Cache | None):
+            raise ValueError(f"cache must be a Cache, but is {type(cache).__name__}; use phasewise.Cache()")
         if at is not None and at.length != tokens.shape[1]:
             raise ValueError(f"{tokens.shape[1]} tokens have {at.length} places; give one place per token")
         if sharding is not None and cache is not None:
@@ -123,6 +126,16 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith(RESIDUAL_OUTPUTS):
                 nn.init.normal_(parameter, std=residual_std)
+
+
+def check_tokens(tokens: Tensor) -> None:
+    """Raise ValueError unless `tokens` are numbers of tokens, [B, T]."""
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens must be a tensor, but are {type(tokens).__name__}; use torch.as_tensor")
+    if tokens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"tokens must be int64, but are {tokens.dtype}; use .to(torch.int64)")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must be [B, T], but have shape {tuple(tokens.shape)}; use tokens[None]")
 
 
 def looked_up(tokens: Tensor, weight: Tensor) -> Tensor:
