@@ -58,7 +58,7 @@ def main() -> None:
     if given.out.exists():
         found = json.loads(given.out.read_text(encoding="utf-8"))["values"]
     if found["advice"] is None:
-        wanted = Wanted(length=given.length, trained_length=given.trained, measure=None, tokens=given.read)
+        wanted = Wanted(length=given.length, trained_length=given.trained, measure=None, read=given.read)
         advice = advise(given.checkpoint, corpus, wanted, dtype="bfloat16")
         found["advice"] = advice.model_dump(mode="json")
         record(given.out, recipe=recipe, values=found)

@@ -75,6 +75,12 @@ def test_several_seeds_are_shown_as_mean_and_one_by_one(capsys, tmp_path):
         (["compare", "--resume"], "holds no run to resume"),
         ([*EXTEND, "--length", "-5"], ": --length: Input should be greater than or equal to 2, but is -5\n"),
         ([*EXTEND, "--length"], "phasewise: --length: give at least 1\n"),
+        (["evaluate", "--lengths", "64", "--out", "x"], "give at least one checkpoint, as runs/mine"),
+        (["profile", "austen", "austen", "--out", "x"], "'austen' is given twice: give it once"),
+        (
+            ["profile", "austen", "--granularities", "words", "words", "--out", "x"],
+            "'words' is given twice: give it once",
+        ),
         (["comprae"], "unknown command 'comprae'; choose from compare"),
     ],
 )
@@ -132,6 +138,19 @@ def test_help_lists_commands_and_options(capsys):
         "--json",
     ):
         assert option in out
+
+
+def test_a_terminal_that_knows_no_such_sign_does_not_end_a_command(tmp_path):
+    code = "from phasewise import cli; cli.COMMANDS['doctor'] = lambda _: print('\\u2265 45', '\\udcff') or 0"
+    code += "; raise SystemExit(cli.main(['doctor']))"
+    for encoding, sign in (("ascii", "\\u2265"), ("utf-8", "\u2265")):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.decode(encoding) == f"{sign} 45 \\udcff\n"
 
 
 def test_help_loads_neither_tyro_nor_rich_nor_matplotlib():

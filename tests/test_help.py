@@ -23,6 +23,15 @@ def helped(capsys, command):
     return " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
 
 
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "bench"])
+def test_sentences_of_a_description_are_broken_by_the_terminal_alone(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    described = re.split(r"\u256d|\n (?:positional arguments|options) ", capsys.readouterr().out)[0]
+    assert [line for line in described.splitlines()[1:] if line and not line.endswith(".")] == []
+
+
 def test_version_names_what_a_report_of_trouble_needs(capsys):
     assert main(["--version"]) == 0
     assert re.fullmatch(r"python 3\.\S+, phasewise \S+, torch \S+.*\n", capsys.readouterr().out)

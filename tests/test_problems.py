@@ -45,3 +45,8 @@ def test_a_size_of_a_model_is_named_with_what_it_may_be(name, value):
 def test_a_long_value_is_cut_and_a_missing_one_is_none():
     assert len(first(refusal(ModelConfig, {**MODEL, "activation": "x" * 9999}))) < 250
     assert first(refusal(ModelConfig, {**MODEL, "encoding": None})) == "encoding: Field required"
+
+
+def test_an_unknown_kind_is_named_with_those_there_are():
+    message = first(refusal(ModelConfig, {**MODEL, "encoding": {"kind": "fire"}}))
+    assert message.endswith(": unknown kind 'fire'; choose from 'nope', 'rope', 'pope', 'tapa', 'alibi'")

@@ -1,12 +1,13 @@
 """What pydantic found wrong with settings, in words of one line."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+Given = TypeVar("Given", bound=Sequence[Any])
 Place = tuple[int | str, ...]
-TOLD = ("value_error", "missing", "json_invalid", "union_tag_invalid", "union_tag_not_found")
+TOLD = ("value_error", "missing", "json_invalid", "union_tag_not_found")
 """Kinds of problems whose message has the value, or for which there is none."""
 
 
@@ -41,8 +42,24 @@ def first(error: ValidationError) -> str:
     return ": ".join([*([".".join(map(str, place))] if place else []), words])
 
 
+def once(values: Given) -> Given:
+    """The values, none of which is given twice: ValueError names one that is.
+
+    >>> once((1024, 4096))
+    (1024, 4096)
+    """
+    twice = [value for value in values if values.count(value) > 1]
+    if twice:
+        raise ValueError(f"{twice[0]!r} is given twice: give it once")
+    return values
+
+
 def _words(problem: Mapping[str, Any]) -> str:
+    more = problem.get("ctx", {})
     if problem["type"] == "too_short":
-        return f"give at least {problem['ctx']['min_length']}"
+        return f"give at least {more['min_length']}"
+    if problem["type"] == "union_tag_invalid":
+        what = more["discriminator"].strip("'")
+        return f"unknown {what} {more['tag']!r:.100}; choose from {more['expected_tags']}"
     message = problem["msg"].removeprefix("Value error, ")
     return message if problem["type"] in TOLD else f"{message}, but is {problem['input']!r:.100}"

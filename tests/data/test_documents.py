@@ -81,6 +81,17 @@ def test_a_data_set_of_one_split_is_split_by_content(tmp_path: Path) -> None:
         assert [corpus.decode(each) for each in members] == expected
 
 
+@pytest.mark.parametrize("stated", [False, True])
+def test_a_data_set_saved_to_the_disk_is_read(tmp_path: Path, stated: bool) -> None:
+    texts = {"train": TEXTS[:50], "validation": TEXTS[50:60], "test": TEXTS[60:]} if stated else {"": TEXTS}
+    sets = {split: datasets.Dataset.from_dict({"text": members}) for split, members in texts.items()}
+    (datasets.DatasetDict(sets) if stated else sets[""]).save_to_disk(tmp_path / "set")
+    corpus = collect(Origin(data=f"datasets:{tmp_path / 'set'}", held_out=0.2))
+    for split, members in corpus.splits.items():
+        shares = [text for text in TEXTS if split_of(text.encode(), held_out=0.2, seed=0) == split]
+        assert [corpus.decode(each) for each in members] == texts.get(split, shares)
+
+
 def test_names_that_cannot_be_had_say_so(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"datasets cannot load 'no/such-set' .*; check the name, NAME:CONFIG"
@@ -232,7 +243,8 @@ def test_columns_of_parquet_that_hold_no_text_are_named(tmp_path: Path) -> None:
 def test_too_few_documents_for_the_splits_say_what_to_do(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", TEXTS[:2])
     with pytest.raises(
-        ValueError, match=r"none of 2 documents fell to validation.*: raise --held-out from 0\.05, divide"
+        ValueError,
+        match=r"none of 2 documents fell to validation.*: run .* a larger --held-out than 0\.05, or lay them",
     ):
         load(f"jsonl:{tmp_path}")
 

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from symusic import Note, Score, Tempo, Track
 
+from phasewise.cli import main
 from phasewise.data import Corpus, load
 from phasewise.data.kinds import Origin
 from phasewise.data.midi import SHIFTS
 from phasewise.data.tokenization import tokenize
+from phasewise.interrupt import Interrupted
 
 SIXTEENTH = 120
 
@@ -52,6 +54,19 @@ def test_a_note_is_its_place_pitch_velocity_and_length_and_bars_are_marked(folde
     assert names[: len(first)] == first
     assert names.count("Bar") == 2
     assert max(document.max() for document in corpus.split("train")) < corpus.vocab_size
+
+
+def test_a_wish_to_stop_is_heard_after_the_piece_and_work_goes_on_to_identical_shards(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = Origin(data=f"midi:{folder}")
+    with pytest.raises(Interrupted, match=r"document 1$"):
+        tokenize(origin, tmp_path / "parts", stop=lambda: True)
+    assert main(["tokenize", origin.data, "--out", str(tmp_path / "parts")]) == 0
+    assert "local MIDI, 6 files, REMI, in" in capsys.readouterr().out
+    tokenize(origin, tmp_path / "whole")
+    for path in (tmp_path / "whole").iterdir():
+        assert (tmp_path / "parts" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_training_pieces_stand_in_seven_keys_and_held_out_ones_as_they_are(folder: Path) -> None:

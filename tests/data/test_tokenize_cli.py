@@ -60,7 +60,11 @@ def test_the_table_says_what_was_made_and_how_to_use_it(
             "tokenizer 'bytes' is not trained: leave learn_from (--learn-from) out",
         ),
         (["text:{books}", "--held-out", "0.5"], "--held-out: Input should be less than 0.5, but is 0.5"),
-        (["text:{books}"], "none of 1 documents fell to"),
+        (
+            ["text:{books}"],
+            "larger --held-out than 0.05, or with a --separator that divides files, or lay them in",
+        ),
+        (["text:{books}", "--out", "{books}"], "books.txt is a file: choose a folder"),
         (["text:{books}", "--shard-tokens", "0"], "shard_tokens must be at least 1, but is 0"),
     ],
 )
@@ -68,7 +72,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     given = [each.format(books=books) for each in arguments]
-    assert main(["tokenize", *given, "--out", str(tmp_path / "out")]) == 2
+    assert main(["tokenize", "--out", str(tmp_path / "out"), *given]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert said in line
 
@@ -92,7 +96,10 @@ def test_a_full_disk_is_one_line_that_says_the_work_can_go_on(
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_is_done_and_the_same_command_goes_on(
+    tmp_path: Path, told: signal.Signals
+) -> None:
     path = tmp_path / "books.txt"
     path.write_text(
         "\f".join(f"{number} It was a truth universally acknowledged. " * 9 for number in range(12_000))
@@ -104,7 +111,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) 
         shard = tmp_path / "cut" / "train-00000.bin"
         while not (shard.exists() and shard.stat().st_size) and time.monotonic() < until:
             time.sleep(0.01)
-        running.send_signal(signal.SIGINT)
+        running.send_signal(told)
         _, said = running.communicate(timeout=60)
     assert running.returncode == 130
     assert "interrupted after document" in said

@@ -124,7 +124,7 @@ def test_settings_that_a_kernel_does_not_take_are_named(kernel, meta, problem, c
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("kernel", "separable.foward", "expected tags: .*'separable.forward'"),
+        ("kernel", "separable.foward", "unknown kernel .*; choose from .*'separable.forward'"),
         ("kernel", None, "kernel"),
         ("dtype", "bf16", "'any', 'bfloat16', 'float16' or 'float32', but is 'bf16'"),
         ("device", "", "at least 1 character"),

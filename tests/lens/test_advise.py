@@ -236,6 +236,8 @@ def test_without_a_checkpoint_rates_to_pretrain_with_are_recommended(capsys, tex
         ),
         (["--length", "1000000", "--head-dim", "8"], "needs a document of 1000001 tokens"),
         (["MODEL", "--length", "256", "--data", "text:BINARY"], "is binary"),
+        (["MODEL", *LENGTHS, "--data", "passkey:256"], "examples of one length: choose a corpus"),
+        (["MODEL", "--length", "256", "--read", "0"], "read must be at least 2"),
         (["MODEL", "--length", "256", "--tokens", "0"], "tokens must be at least 1"),
         (["MODEL", "--length", "256", "--examples", "-1"], "examples must be at least 0"),
         (["MODEL", "--length", "256", "--seed", "-1"], "seed must be at least 0"),
@@ -280,7 +282,7 @@ def test_interruption_keeps_what_is_measured_marked_partial(tmp_path, text, monk
     found = advise(
         save(tmp_path / "model"),
         load(text),
-        Wanted(length=256, trained_length=64, measure=Trial(tokens=256, examples=0), tokens=256),
+        Wanted(length=256, trained_length=64, measure=Trial(tokens=256, examples=0), read=256),
         stop=lambda: len(done) > 2,
     )
     assert found.partial == "interrupted: 2 of 7 settings measured"
@@ -295,7 +297,7 @@ def test_hugging_face_decoder_is_advised_with_settings_to_paste(tmp_path):
     from tests.hf.tiny import tiny
 
     tiny("llama").save_pretrained(tmp_path)
-    wanted = Wanted(length=380, measure=Trial(tokens=380), tokens=256)
+    wanted = Wanted(length=380, measure=Trial(tokens=380), read=256)
     found = advise(tmp_path, corpus(), wanted)
     assert (found.family, found.trained) == ("llama", 256)
     losses = {one.option.kind: one.measured.loss(380) for one in found.options if one.measured}

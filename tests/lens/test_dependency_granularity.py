@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from phasewise.data import load
+from phasewise.data import Origin, load, tokenize
 from phasewise.data.corpus import Corpus, Documents, sha256_of
-from phasewise.lens.granularity import sequences
+from phasewise.lens.granularity import granularities_of, sequences
 
 TEXT = "Naïve words, and more words: 12 of them!\n" * 20
 
@@ -88,6 +88,21 @@ def test_granularity_that_the_corpus_lacks_is_refused_with_those_it_has(unit, gr
 def test_misspelt_tokenizer_is_refused(text):
     with pytest.raises(ValueError, match="no tokenizer 'wrods'"):
         sequences(text, "wrods")
+
+
+def test_what_no_tokenizer_can_learn_from_has_no_bpe(tmp_path):
+    (tmp_path / "text.jsonl").write_text(
+        "".join(f'{{"text": "{number} {TEXT[:9]}"}}\n' for number in range(99))
+    )
+    tokenize(Origin(data=f"jsonl:{tmp_path / 'text.jsonl'}"), tmp_path / "shards")
+    for name in ("passkey:128", "igsm:1", f"shards:{tmp_path / 'shards'}"):
+        corpus = load(name)
+        assert granularities_of(corpus) == ("bytes", "words")
+        assert sequences(corpus, "words", split="test").lengths.all()
+        with pytest.raises(ValueError, match=r"no granularity 'bpe:300'.*choose from bytes, words"):
+            sequences(corpus, "bpe:300")
+    with pytest.raises(ValueError, match="no granularity 'gpt2'"):
+        sequences(corpus, "gpt2")
 
 
 def test_a_generated_corpus_is_profiled_on_its_first_examples():

@@ -1,5 +1,6 @@
 """The command line: parsing only. What a command needs is imported when that command is given."""
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,10 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0; 1 when its run failed or found something wrong; 2 for bad input; 130 after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # as stderr: no sign or name may end what was measured
     try:
         try:
             return _run(arguments)

@@ -92,7 +92,7 @@ def _extension(options: Any, stop: Callable[[], bool]) -> Report:
             length=options.length,
             trained_length=options.trained_length,
             measure=trial if options.measure else None,
-            tokens=options.read,
+            read=options.read,
         ),
         dtype=options.dtype,
         device=options.device,

@@ -29,6 +29,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     ]
     parsed = make_dataclass("Evaluate", shown, bases=(run_options(),), kw_only=True)
     options = tyro.cli(parsed, prog="phasewise evaluate", args=arguments, description=EVALUATE)
+    if not options.checkpoints:
+        raise ValueError("give at least one checkpoint, as runs/mine/runs/rope-seed0")
     recipe = EvaluateRecipe(**{name: getattr(options, name) for name in EvaluateRecipe.model_fields})
     with sitting("evaluate", options.out):
         evaluation = evaluate(

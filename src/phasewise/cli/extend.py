@@ -9,9 +9,9 @@ from phasewise.cli.together import is_first
 EXTEND = """Continue a checkpoint at a longer length, its rates changed; measure before and after.
 
 The checkpoint is a folder of this library's (a run, or its model). Writes a run folder: recipe.json, report.json,
-figure.svg, figure.png, model, and the metrics and checkpoints of every length. Ctrl-C keeps what is done;
---resume goes on. Of a Hugging Face folder, with --steps 0, the config alone is rewritten: its weights are linked,
-and nothing is trained or measured."""
+figure.svg, figure.png, model, and the metrics and checkpoints of every length. Ctrl-C and SIGTERM keep what is
+done; --resume goes on. Of a Hugging Face folder, with --steps 0, the config alone is rewritten: its weights are
+linked, and nothing is trained or measured."""
 
 
 def extend(arguments: Sequence[str]) -> int:

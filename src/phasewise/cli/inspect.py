@@ -9,8 +9,8 @@ from phasewise.cli.report import Report, deliver, ended, named, report_options
 
 INSPECT = """Measure which frequencies every layer and head of a checkpoint uses, on data.
 
-The checkpoint is a folder: a Hugging Face decoder with rotary positions, or a model of this library. With
---out it also writes a report folder: report.json, report.html, and the figures. Ctrl-C keeps what is done,
+The checkpoint is a folder: a Hugging Face decoder with rotary positions, or a model of this library.
+With --out it also writes a report folder: report.json, report.html, and the figures. Ctrl-C keeps what is done,
 marked partial."""
 
 

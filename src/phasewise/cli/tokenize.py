@@ -11,7 +11,7 @@ from phasewise.cli.terminal import INTERRUPTED, code_of, fields, leave, print_wh
 TOKENIZE = """Tokenise text, genomes or MIDI into a folder of memory-mapped shards: --data shards:FOLDER.
 
 Splits are those of folders or files named train, validation and test, or else by a hash of each document.
-Ctrl-C keeps what is done; the same command goes on. On a finished folder it verifies source and shards."""
+Ctrl-C and SIGTERM keep what is done; the same command goes on. On a finished folder it verifies source and shards."""
 
 
 def tokenize(arguments: Sequence[str]) -> int:
@@ -21,9 +21,9 @@ def tokenize(arguments: Sequence[str]) -> int:
     import tyro
     from rich.table import Table
 
-    from phasewise.data.kinds import Origin
+    from phasewise.data.kinds import MUSIC, Origin
     from phasewise.data.tokenization import tokenize
-    from phasewise.interrupt import Interrupted, interruptible
+    from phasewise.interrupt import Interrupted, stoppable
     from phasewise.progress import stderr
 
     @dataclass(kw_only=True)
@@ -43,7 +43,7 @@ def tokenize(arguments: Sequence[str]) -> int:
     options = tyro.cli(parsed, prog="phasewise tokenize", args=arguments, description=TOKENIZE)
     origin = Origin(**{name: getattr(options, name) for name in Origin.model_fields})
     started = perf_counter()
-    with interruptible() as stop:
+    with stoppable() as stop:
         try:
             index = tokenize(
                 origin,
@@ -75,7 +75,6 @@ def tokenize(arguments: Sequence[str]) -> int:
             f"{origin.tokenizer} learned from {learned.documents:,} of {learned.of_documents:,} training documents, "
             f"{learned.text_bytes:,} of {learned.of_text_bytes:,} bytes"
         )
-    print(
-        f"{index.source}, {origin.tokenizer}, in {seconds:.0f} s: give --data {quote(f'shards:{options.out}')}"
-    )
+    made = "REMI" if origin.kind in MUSIC else origin.tokenizer
+    print(f"{index.source}, {made}, in {seconds:.0f} s: give --data {quote(f'shards:{options.out}')}")
     return 0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import datasets
 
+FIELD = "--field of phasewise tokenize"
 UTF8_SIGNATURE = codecs.BOM_UTF8
 UTF16_SIGNATURES = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 LARGEST_IN_MEMORY = 1 << 28
@@ -252,7 +253,7 @@ def _field(line: bytes, field: str, where: str) -> bytes:
         raise ValueError(f"{where} is not JSON ({error}); give one object a line") from error
     if not isinstance(row, dict) or field not in row:
         known = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} has no {field!r}, only {known}; name the field with --field")
+        raise ValueError(f"{where} has no {field!r}, only {known}; name the field with {FIELD}")
     return _row(row[field], where, field)
 
 
@@ -267,7 +268,7 @@ def _parquet(path: Path, *, field: str) -> Documents:
             size = path.stat().st_size
             if field not in file.schema_arrow.names:
                 known = ", ".join(file.schema_arrow.names)
-                raise ValueError(f"{path} has no column {field!r}, only {known}; name it with --field")
+                raise ValueError(f"{path} has no column {field!r}, only {known}; name it with {FIELD}")
             done = 0
             for rows in file.iter_batches(batch_size=ROWS, columns=[field]):
                 for text in rows.column(0).to_pylist():
@@ -284,7 +285,7 @@ def _row(text: object, where: str, field: str) -> bytes:
         return b""
     if not isinstance(text, str):
         raise ValueError(
-            f"{where} holds {type(text).__name__} in {field!r}, not text; name the right one with --field"
+            f"{where} holds {type(text).__name__} in {field!r}, not text; name the right one with {FIELD}"
         )
     return text.encode(errors="surrogatepass")
 
@@ -296,7 +297,7 @@ def _data_set(name: str, field: str) -> Source:
         raise ValueError("data sets by name need a package: pip install phasewise[train]") from error
     title, _, config = name.partition(":")
     try:
-        found = datasets.load_dataset(title, config or None)
+        found = _loaded(title, config)
     except Exception as error:  # the library raises many kinds, its own and its hub's
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
@@ -315,11 +316,22 @@ def _data_set(name: str, field: str) -> Source:
     ):
         if field not in rows.column_names:
             columns = ", ".join(rows.column_names)
-            raise ValueError(f"{title!r} has no column {field!r}, only {columns}; name it with --field")
+            raise ValueError(f"{title!r} has no column {field!r}, only {columns}; name it with {FIELD}")
         parts.append(Part(str(split), len(rows), stated, partial(_rows, rows.select_columns([field]), field)))
     info = next(iter(known.values())).info
     described = f"data set {name}" + (f", without its {left_out}" if left_out else "")
     return Source(described, info.license or "as its owner states", tuple(parts))
+
+
+def _loaded(title: str, config: str) -> Any:
+    """A data set by name, or what save_to_disk wrote into a folder: one without splits as the split "train"."""
+    import datasets
+
+    folder = Path(title).expanduser()
+    if config or not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return datasets.load_dataset(title, config or None)
+    found = datasets.load_from_disk(folder)
+    return found if isinstance(found, datasets.DatasetDict) else datasets.DatasetDict({"train": found})
 
 
 def _rows(rows: datasets.Dataset, field: str) -> Documents:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PROGRESS = "progress.json"
 TEXT_UNITS = ("byte", "token")
+IN_FOLDERS = ("text", "jsonl", "parquet", "midi")
 AT_ONCE = 1 << 21
 SAVE_EVERY = 1 << 24
 ENCODED_AT_ONCE = 64
@@ -79,6 +80,8 @@ def tokenize(
     place = Path(origin.data.partition(":")[2]).expanduser()
     if place.is_dir() and folder.resolve().is_relative_to(place.resolve()):
         raise ValueError(f"{folder} lies inside {place}, which would hold its own shards; choose one outside")
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: choose a folder, a new one")
     if (folder / INDEX).exists():
         return _checked(origin, source, folder, console, stop)
     with _alone(folder):
@@ -110,7 +113,7 @@ def _tokenized(
             for split in SPLITS
         }
         unsaved = 0
-        for some in _by_size(documents):
+        for some in _by_size(documents, AT_ONCE if is_text else 1):
             encoded = codec.encode([content for _, content in some])
             for (split, content), tokens in zip(some, encoded, strict=True):
                 writers[split].append(tokens, text_bytes=len(content))
@@ -376,21 +379,24 @@ def _complete(parts: dict[str, Part], origin: Origin, reading: Reading) -> dict[
     found = {split: part for split, part in parts.items() if part.tokens}
     missing = [split for split in parts if split not in found]
     if "train" in missing or (missing and reading.by_content and origin.held_out):
-        raise ValueError(
-            f"none of {reading.documents} documents fell to {', '.join(missing)}: raise --held-out from "
-            f"{origin.held_out}, divide files with --separator, or lay them in folders train, validation and test"
-        )
+        remedies = [f"run phasewise tokenize with a larger --held-out than {origin.held_out}"]
+        if origin.kind == "text":
+            remedies.append("with a --separator that divides files")
+        if origin.kind in IN_FOLDERS:
+            remedies.append("lay them in folders train, validation and test")
+        said = f"none of {reading.documents} documents fell to {', '.join(missing)}"
+        raise ValueError(f"{said}: {', or '.join(remedies)}")
     return found
 
 
-def _by_size(documents: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    """The same in groups of a few megabytes, or of one larger document."""
+def _by_size(documents: Iterator[tuple[str, bytes]], least: int) -> Iterator[list[tuple[str, bytes]]]:
+    """The same in groups of at least so many bytes, or of one larger document."""
     some: list[tuple[str, bytes]] = []
     size = 0
     for each in documents:
         some.append(each)
         size += len(each[1])
-        if size >= AT_ONCE:
+        if size >= least:
             yield some
             some, size = [], 0
     if some:

@@ -86,19 +86,38 @@ def sequences(corpus: Corpus, granularity: str, *, split: str = "train") -> Sequ
     return _grouped(granularity, documents, size, corpus.vocab_size, unit)
 
 
+def granularities_of(corpus: Corpus) -> tuple[str, ...]:
+    """Those a corpus is profiled at unless told: no BPE where none is trained, of what is generated or in shards."""
+    own = BY_UNIT[corpus.unit]
+    if corpus.task is None and not _in_shards(corpus):
+        return own
+    return tuple(granularity for granularity in own if not granularity.startswith("bpe:"))
+
+
 def require_granularity(corpus: Corpus, granularity: str) -> None:
     """Raise ValueError, naming those there are, for a granularity that the corpus does not have."""
     kind, _, size = granularity.partition(":")
+    known = granularities_of(corpus)
     others = {
-        "byte": granularity not in BY_UNIT["note"] + BY_UNIT["base"] and kind != "kmers",
+        "byte": granularity in known
+        or not (
+            granularity in BY_UNIT["note"] + BY_UNIT["base"]
+            or kind == "kmers"
+            or _in_shards(corpus)
+            or (kind == "bpe" and corpus.task is not None)
+        ),
         "note": granularity == "steps",
         "base": kind == "kmers" and size.isdecimal() and 2 <= int(size) <= 31,
     }
-    if granularity != BY_UNIT[corpus.unit][0] and not others.get(corpus.unit, False):
+    if granularity != known[0] and not others.get(corpus.unit, False):
         raise ValueError(
             f"{corpus.name} has no granularity {granularity!r}; its tokens are {corpus.unit}s, "
-            f"so choose from {', '.join(BY_UNIT[corpus.unit])}"
+            f"so choose from {', '.join(known)}"
         )
+
+
+def _in_shards(corpus: Corpus) -> bool:
+    return corpus.name.startswith("shards:")
 
 
 def _characters(documents: list[np.ndarray]) -> int:

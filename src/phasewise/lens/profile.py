@@ -16,7 +16,7 @@ from phasewise.data import Corpus, load, load_for
 from phasewise.hf.language_model import LanguageModel, open_language_model
 from phasewise.lens.dependency import Blocks, Curve, Shuffle, dependency, log_spaced
 from phasewise.lens.dilation import Dilation, window_dilation
-from phasewise.lens.granularity import BY_UNIT, Sequences, require_granularity, sequences
+from phasewise.lens.granularity import Sequences, granularities_of, require_granularity, sequences
 from phasewise.lens.replacement import longer, replacement
 from phasewise.lens.shape import CLOSE_UP, PowerLaw, power_law, shape_difference, unevenness
 from phasewise.lens.thresholds import SHAPES
@@ -24,6 +24,7 @@ from phasewise.lens.verdict import Verdict, judge, together
 from phasewise.lens.width import Width, kernel, measure_width
 from phasewise.model.folder import inside
 from phasewise.model.reading import require_count
+from phasewise.problems import once
 from phasewise.progress import bars
 
 LONGEST = 16_384
@@ -137,7 +138,7 @@ def profile(
 ) -> Profile:
     """Profile corpora by name, as `phasewise.data.load` takes them, telling `console` of the progress.
 
-    granularities: None: those of `BY_UNIT` for what the corpus's tokens are.
+    granularities: None: `granularities_of` each corpus.
     longest: the longest distance, in the corpus's finest unit; None: where half as many pairs remain as at
         distance 1, and 16 384 at most.
     model: measure a model's use of each corpus too, see `replacement`.
@@ -149,6 +150,8 @@ def profile(
     """
     if not names:
         raise ValueError("give at least one corpus, as austen or text:PATH")
+    once(names)
+    once(granularities or ())
     if longest is not None:
         require_count("longest", longest)
     if seed < 0:
@@ -218,7 +221,7 @@ class _Sitting:
             self.held_out = longer(held_out.take(np.arange(len(held_out))), view.context)
 
     def measure(self, granularities: Sequence[str] | None) -> None:
-        for granularity in granularities or BY_UNIT[self.corpus.unit]:
+        for granularity in granularities or granularities_of(self.corpus):
             self._go_on()
             with self._bar(granularity, DISTANCES) as advance:
                 started = perf_counter()

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from phasewise.data import CORPORA, TOKENIZERS
 from phasewise.device import floating
+from phasewise.problems import once
 from phasewise.train.folder import begun_in
 
 
@@ -57,10 +58,7 @@ class EvaluateRecipe(BaseModel):
     @field_validator("checkpoints", "data", "lengths", "needles", "depths", "tasks")
     @classmethod
     def _given_once(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        twice = [value for value in values if values.count(value) > 1]
-        if twice:
-            raise ValueError(f"{twice[0]!r} is given twice: give it once")
-        return values
+        return once(values)
 
     @model_validator(mode="after")
     def _lengths_for_needles(self) -> "EvaluateRecipe":

@@ -17,6 +17,7 @@ from phasewise.encodings import AnyEncodingConfig, RoPEConfig, named
 from phasewise.frequencies import NTK, AnyFrequencies, Linear, YaRN
 from phasewise.model import ModelConfig
 from phasewise.model.layout import Layout
+from phasewise.problems import once
 from phasewise.train.initial import Initial
 from phasewise.train.schedule import AnySchedule, Cosine, from_text
 from phasewise.train.sizes import SIZES
@@ -243,7 +244,7 @@ class CompareRecipe(Budget):
     def _known_encodings(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             named(name)
-        return _distinct(names)
+        return once(names)
 
     @field_validator("scalings")
     @classmethod
@@ -251,12 +252,12 @@ class CompareRecipe(Budget):
         for name in names:
             if name not in SCALINGS:
                 raise ValueError(f"unknown scaling {name!r}; choose from {', '.join(SCALINGS)}")
-        return _distinct(names)
+        return once(names)
 
     @field_validator("seeds", "evaluate_lengths")
     @classmethod
     def _given_once(cls, values: tuple[int, ...]) -> tuple[int, ...]:
-        return _distinct(values)
+        return once(values)
 
     @field_validator("encodings", "seeds")
     @classmethod
@@ -286,10 +287,3 @@ class CompareRecipe(Budget):
         return tuple(sorted(self.evaluate_lengths)) or tuple(
             n * self.context for n in MULTIPLES[: 1 if task else None]
         )
-
-
-def _distinct(values: tuple[Value, ...]) -> tuple[Value, ...]:
-    twice = [value for value in values if values.count(value) > 1]
-    if twice:
-        raise ValueError(f"{twice[0]!r} is given twice: give it once")
-    return values

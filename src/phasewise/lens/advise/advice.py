@@ -78,19 +78,19 @@ class Wanted:
     """What is asked for. length: tokens to serve.
 
     trained_length: tokens that the checkpoint serves well as it is; None: what its config says.
-    measure: None: only predict. tokens: of the test split, on which the use of each rate is measured.
+    measure: None: only predict. read: tokens of the test split, on which the use of each rate is measured.
     kinds: settings to consider beside "leave alone"; None: all.
     """
 
     length: int
     trained_length: int | None = None
     measure: Trial | None = field(default_factory=Trial)
-    tokens: int = RATES_READ
+    read: int = RATES_READ
     kinds: tuple[Kind, ...] | None = None
 
     def __post_init__(self) -> None:
         require_count("length", self.length)
-        require_count("tokens", self.tokens, least=2)
+        require_count("read", self.read, least=2)
         if self.trained_length is not None:
             require_count("trained_length", self.trained_length, least=2)
 
@@ -258,7 +258,7 @@ def _inspected(found: _Found, stop: Callable[[], bool]) -> Inspection:
     own = found.model.config.family == OWN
     reader = found.model.reader(trained_length=found.trained if own else None)
     context = min(found.trained, 2048, int(found.corpus.split("test").lengths.max()))
-    request = Request(tokens=found.wanted.tokens, context=context, queries=0)
+    request = Request(tokens=found.wanted.read, context=context, queries=0)
     return inspect(reader, found.corpus, request, stop=stop)
 
 

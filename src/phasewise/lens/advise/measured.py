@@ -86,8 +86,13 @@ def held_out(corpus: Corpus, split: str, *, wanted: int, tokens: int) -> Corpus:
     """The starts of the documents in which the wanted length fits, about `tokens` in all, as the split "test".
 
     So every length scores the same tokens, and the wanted one is filled by each window. Raises ValueError
-    for a corpus without such a document.
+    for a corpus without such a document, and for one of examples.
     """
+    if corpus.task is not None:
+        raise ValueError(
+            f"{corpus.name} has examples of one length: choose a corpus of documents, or do not measure "
+            "(--no-measure)"
+        )
     given = corpus.split(split)
     fitting = np.flatnonzero(given.lengths > wanted)
     if not len(fitting):
