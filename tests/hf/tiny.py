@@ -71,10 +71,16 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "glm (interleaved, partial)": ("glm", {"head_dim": 16, **theta(1e4, partial_rotary_factor=0.5)}),
 }
 
+STILL: dict[str, tuple[str, dict[str, object]]] = {
+    "cohere2": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 8, **theta(1e4)}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, **theta(1e4)}),
+}
+"""Those with layers that never turn; of Cohere 2 the ones that see the whole context."""
+
 
 def tiny(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of that name, weights spread so that no norm or projection is trivial."""
-    family, changes = MODELS[name]
+    family, changes = {**MODELS, **STILL}[name]
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**SIZES, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -9,7 +9,7 @@ from phasewise.encodings import NoPEConfig, PoPEConfig, RoPEConfig, TAPAConfig
 from phasewise.evaluate.loss import Measurement
 from phasewise.evaluate.retrieval import Retrieval, RetrievalCell
 from phasewise.frequencies import Geometric
-from phasewise.lens.advise.advice import Advice, Advised, disagreements, judge
+from phasewise.lens.advise.advice import Advice, Advised, disagreements, held, judge
 from phasewise.lens.advise.measured import Measured, held_out, lengths_between
 from phasewise.lens.advise.options import Option
 from phasewise.model import ModelConfig, Transformer
@@ -288,6 +288,43 @@ def test_interruption_keeps_what_is_measured_marked_partial(tmp_path, text, monk
     assert found.partial == "interrupted: 2 of 7 settings measured"
     assert sum(one.measured is not None for one in found.options) == 2
     assert found.verdict.measured
+
+
+def test_rates_that_see_no_further_than_a_window_are_left_and_the_model_measured(capsys, tmp_path, text):
+    model = save(tmp_path / "model", window=64)
+    code, said, _ = run(capsys, model, "--data", text, *LENGTHS, *QUICK, "--json")
+    assert code == 0
+    advice = Advice.model_validate(json.loads(said)["values"])
+    assert (advice.verdict.kind, advice.options, advice.evidence) == ("nothing to scale", (), None)
+    assert (advice.bound.window, advice.bound.layers, advice.bound.whole) == (64, 2, 0)
+    assert "2 layers have rates, and a window of 64 tokens at most" in advice.verdict.reasons[0]
+    assert [loss.length for loss in advice.as_it_is.losses] == [256, 512, 1024]
+    assert "as it is" in advice.verdict.reasons[-1]
+    longer = save(tmp_path / "longer", window=300)  # sees beyond the 256 trained
+    code, said, _ = run(capsys, longer, "--data", text, *LENGTHS, *QUICK, "--no-measure", "--json")
+    assert len(json.loads(said)["values"]["options"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"), [(2.01, "serves 256"), (2.4, "fine-tune it"), (2.6, "windows of 64")]
+)
+def test_model_that_is_left_as_it_is_is_judged_by_what_it_loses(loss, said):
+    assert said in held(measured(2.0, loss), TRAINED, WANTED)
+
+
+@pytest.mark.parametrize("name", ["cohere2", "mistral"])
+def test_decoder_whose_rates_are_those_of_windowed_layers_is_told_so(name, tmp_path):
+    pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
+    from phasewise.lens.advise.advice import Wanted, advise
+    from phasewise.lens.advise.measured import Trial
+    from tests.hf.tiny import tiny
+
+    tiny(name).save_pretrained(tmp_path)
+    found = advise(tmp_path, corpus(), Wanted(length=380, measure=Trial(tokens=380), tokens=256))
+    assert (found.verdict.kind, found.options) == ("nothing to scale", ())
+    assert "window of 8 tokens at most" in found.verdict.reasons[0]
+    assert "raise max_position_embeddings alone" in found.verdict.reasons[0]
+    assert found.as_it_is.losses[-1].length == 380
 
 
 def test_hugging_face_decoder_is_advised_with_settings_to_paste(tmp_path):

@@ -39,6 +39,7 @@ GEMMA3 = {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     },
 }
+WHOLE = "layers that see the whole context, without rates"
 HEALTHY = {
     "LLaMA-2": {**SIZES, "rope_theta": 1e4},
     "Llama-3.1": {**SIZES, "max_position_embeddings": 131_072, "rope_theta": 5e5, "rope_scaling": LLAMA3},
@@ -238,6 +239,32 @@ def test_scaling_keeps_frequencies_in_their_field_up_to_its_reach(tmp_path):
         for length in (8192, 16_384)
     }
     assert checks == {8192: False, 16_384: True}
+
+
+@pytest.mark.parametrize("family", ["cohere2", "mistral"])
+def test_windowed_rates_are_said_to_need_no_scaling_and_a_warning_where_they_have_one(tmp_path, family):
+    pytest.importorskip("transformers", reason="a model is asked how far its layers see")
+    config = {
+        **SIZES,
+        "model_type": family,
+        "num_hidden_layers": 4,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
+    }
+    assert not of(examine(tmp_path, config), "field")
+    (note,) = of(examine(tmp_path, config, length=65_536), "field")
+    whole = 1 if family == "cohere2" else 0
+    assert note.severity == "note"
+    assert note.evidence["their window"] == 4096
+    assert (note.evidence["layers with rates"], whole) == (4 - whole, note.evidence[WHOLE])
+    scaled = {**config, "rope_scaling": {**YARN, "rope_theta": 1e6, "original_max_position_embeddings": 8192}}
+    (warning,) = of(examine(tmp_path, {**scaled, "max_position_embeddings": 32_768}), "field")
+    assert warning.severity == "warning"
+    assert "yarn changes what layers do within their windows" in warning.said
+
+
+def of(diagnosis, check):
+    return [finding for finding in diagnosis.findings if finding.check == check]
 
 
 def test_page_has_a_row_for_every_check_in_the_order_in_which_they_are_made(tmp_path):

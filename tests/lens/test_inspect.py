@@ -144,6 +144,17 @@ def test_context_that_no_document_fills_is_refused():
         inspect(reader(RoPEConfig()), corpus(), Request(context=1000))
 
 
+@pytest.mark.parametrize(
+    ("windows", "trained", "told"),
+    [((8, 16, None), 128, True), ((8, None, None), 128, False), ((8, 16, None), 12, False)],
+)
+def test_windows_within_the_trained_length_are_told(windows, trained, told):
+    network = model(RoPEConfig(), PoPEConfig(), NoPEConfig(), window=windows)
+    asked = Request(tokens=200, context=12, wanted_length=4096)
+    said = summary(inspect(TransformerReader(network, trained_length=trained), corpus(), asked))
+    assert said.get("windows", "").startswith("no layer with rates sees more than 16 tokens") == told
+
+
 def test_values_survive_json():
     found = inspect(reader(RoPEConfig(), PoPEConfig(), TAPAConfig()), corpus(), Request(wanted_length=1024))
     assert Inspection.model_validate_json(found.model_dump_json()) == found

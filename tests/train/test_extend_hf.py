@@ -104,6 +104,19 @@ def test_weights_that_are_not_whole_are_not_passed_on(tmp_path, damage, message)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["cohere2", "mistral"])
+@pytest.mark.parametrize("rule", ["yarn", "grid"])
+def test_rates_that_see_no_further_than_a_window_are_left(tmp_path, name, rule):
+    (tmp_path / "rates.json").write_text(
+        '{"kind": "explicit", "values": [1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001]}'
+    )
+    rule = f"grid:{tmp_path / 'rates.json'}" if rule == "grid" else rule
+    said = "would gain nothing beyond 256 tokens .* a window of 8 tokens at most.* another max_position_embeddings"
+    with pytest.raises(ValueError, match=said):
+        rewrite(asked(saved(tmp_path, name), rule), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_native_scaling_is_never_replaced_by_another_rule(tmp_path):
     said = "rule 'pi' does not start from rates of rule 'llama3'.*; use --rule grid:FILE to replace them or, with"
     with pytest.raises(ValueError, match=said):

@@ -2,12 +2,14 @@
 
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
 from phasewise.frequencies import NTK, DynamicNTK, Explicit, Geometric, Linear, Llama3, YaRN
+from phasewise.model.sight import Bound
 from phasewise.train.rules import AnyWay, AsIs, Grid, Present, Search
 from phasewise.train.search import search
 
@@ -72,6 +74,18 @@ def test_an_encoding_without_rates_takes_no_rule_but_none():
     assert way("none").at(Present(None, TRAINED), LENGTH) is None
     with pytest.raises(ValueError, match="the encoding has none; use --rule none"):
         way("pi").at(Present(None, TRAINED), LENGTH)
+
+
+@pytest.mark.parametrize("text", ["pi", "ntk", "yarn", "llama3", "abf", "longrope"])
+def test_rates_that_see_no_further_than_a_window_are_left(text):
+    chosen, plain = way(text), Geometric(base=BASE)
+    asked = chosen.start if isinstance(chosen, Search) else partial(chosen.at, length=LENGTH)
+    said = f"rule '{text}' would gain nothing beyond 128 tokens .*window of 128 tokens at most"
+    with pytest.raises(ValueError, match=said):
+        asked(Present(plain, TRAINED, Bound(window=TRAINED, layers=2, whole=1)))
+    further = Bound(window=TRAINED + 1, layers=2, whole=1)
+    assert asked(Present(plain, TRAINED, further)) == asked(Present(plain, TRAINED))
+    assert AsIs().at(Present(plain, TRAINED, Bound(window=8, layers=2, whole=1)), LENGTH) is None
 
 
 def test_a_grid_is_read_from_its_file(tmp_path):

@@ -40,7 +40,7 @@ def load(
     config = read_config(folder, source)
     if not source:
         require_weights(folder)
-    with _quiet():
+    with quiet():
         try:
             both: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -151,7 +151,7 @@ def require_weights(folder: Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without transformers' own bars and warnings: what they say is checked here, or irrelevant."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

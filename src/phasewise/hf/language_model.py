@@ -27,6 +27,7 @@ from phasewise.model import folder as own
 from phasewise.model.generate import generate
 from phasewise.model.history import trained_length
 from phasewise.model.reading import Reader, TransformerReader
+from phasewise.model.sight import Bound
 from phasewise.positions import Positions
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def channels(self) -> int | None:
         """How many rates the rule in use gives: pairs of RoPE, channels of PoPE; None without a rule."""
+
+    @property
+    @abstractmethod
+    def bound(self) -> Bound | None:
+        """How far layers with rates see, where each of them has a window; None also where it cannot be told."""
 
     @abstractmethod
     def served(self, rule: AnyFrequencies) -> LanguageModel:
@@ -182,6 +188,10 @@ class _Own(LanguageModel):
             )
         return counts.pop() if counts else None
 
+    @property
+    def bound(self) -> Bound | None:
+        return self.network.config.bound
+
     def _spectral(self) -> list[RoPEConfig | PoPEConfig]:
         encodings = self.network.config.encodings
         return [encoding for encoding in encodings if isinstance(encoding, RoPEConfig | PoPEConfig)]
@@ -236,6 +246,12 @@ class _HuggingFace(LanguageModel):
     def channels(self) -> int | None:
         counts = {each.channels(self.head_dim) for each in settings.global_settings(self.network.config)}
         return counts.pop() if counts else None
+
+    @property
+    def bound(self) -> Bound | None:
+        from phasewise.hf.sight import bound
+
+        return bound(self.network.config)
 
     def served(self, rule: AnyFrequencies) -> LanguageModel:
         shared = {id(parameter): parameter for parameter in self.network.parameters()}

@@ -43,6 +43,12 @@ def summary(found: Inspection) -> dict[str, str]:
     }
     if found.wanted_length is not None:
         said["wanted length"] = f"{found.wanted_length:,} tokens"
+    windows = [layer.window for layer in spectra if layer.window is not None]
+    if windows and len(windows) == len(spectra) and max(windows) <= (found.trained_length or max(windows)):
+        said["windows"] = (
+            f"no layer with rates sees more than {max(windows):,} tokens: a rule for longer contexts would change what "
+            "these layers do within their windows, and reach nothing beyond"
+        )
     if spectra:
         waves = [2 * math.pi / theta for layer in spectra if (theta := layer.mean.theta_eff)]
         used = [use / len(layer.rates) for layer in spectra if (use := layer.mean.participation)]

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from phasewise.encodings import AnyEncodingConfig, EncodingConfig, PoPEConfig, RoPEConfig
 from phasewise.frequencies import AnyFrequencies, only
+from phasewise.model.sight import Bound, Sight
 from phasewise.positions import FURTHEST
 
 Count = Annotated[int, Field(ge=1, le=2**20)]
@@ -128,3 +129,9 @@ class ModelConfig(BaseModel):
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer."""
         return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
+
+    @property
+    def bound(self) -> Bound | None:
+        """How far layers with rates see, where each of them has a window."""
+        kinds = zip(self.encodings, self.windows, strict=True)
+        return Bound.of(Sight(isinstance(each, RoPEConfig | PoPEConfig), window) for each, window in kinds)

@@ -102,7 +102,8 @@ def _prepare(recipe: ExtendRecipe, out: Path, processes: Processes) -> "_Work":
         on_disk.load(folder, device=processes.device),
         read_history(folder),
     )
-    present = Present(model.config.frequencies, _trained_length(recipe, folder, history))
+    settings = model.config
+    present = Present(settings.frequencies, _trained_length(recipe, folder, history), settings.bound)
     if recipe.length[0] <= present.length:
         raise ValueError(
             f"length {recipe.length[0]} is not above {present.length}, at which {folder} was trained: "

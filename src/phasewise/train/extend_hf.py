@@ -25,12 +25,13 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     trained or measured: that is for other programs, or `phasewise evaluate`.
 
     Raises ValueError without transformers, for steps, a search, several lengths, weights that are not whole, a
-    length not above the one the config serves, a config without rates, and a rule that does not start from
-    its rates.
+    length not above the one the config serves, a config without rates or with rates for layers alone whose windows
+    end within what it serves, and a rule that does not start from its rates.
     """
     try:
         from phasewise.hf.checkpoint import read_config, require_weights
         from phasewise.hf.settings import global_settings, native_length, write
+        from phasewise.hf.sight import bound
     except ModuleNotFoundError as error:
         raise ValueError(
             f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
@@ -47,14 +48,14 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     require_weights(folder)
     config = read_config(folder)
     text, length = config.get_text_config(), recipe.length[0]
-    settings, served = global_settings(config), native_length(text)
-    if not settings or served is None:
+    settings, served, windowed = global_settings(config), native_length(text), bound(config)
+    if served is None or not (settings or windowed):
         raise ValueError(
             f"the config in {folder} has no rates and length to change; give a model with rotary positions"
         )
     if length <= served:
         raise ValueError(f"length {length} is not above {served}, which {folder} serves: choose a longer one")
-    rule = way.at(Present(settings[0].frequencies, served), length)
+    rule = way.at(Present(settings[0].frequencies if settings else None, served, windowed), length)
     assert rule is not None
     write(config, rule)
     text.max_position_embeddings = length

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from phasewise.frequencies import NTK, AnyFrequencies, Geometric, Linear, Llama3, YaRN, changed_base
+from phasewise.model.sight import Bound
 from phasewise.record import parsed
 from phasewise.train.schedule import from_text
 
@@ -20,10 +21,23 @@ EXAMPLE = Geometric(base=10_000.0).model_dump_json()
 
 @dataclass(frozen=True)
 class Present:
-    """What a checkpoint turns with: its rule, None where it has no rates, and the length it was trained at."""
+    """What a checkpoint turns with: its rule, None where it has no rates, and the length it was trained at.
+
+    bound: how far its layers with rates see, where each of them has a window.
+    """
 
     frequencies: AnyFrequencies | None
     length: int
+    bound: Bound | None = None
+
+    def require_reach(self, kind: str) -> None:
+        """Raise ValueError where no layer with rates sees beyond `length`, so that other rates would reach nothing."""
+        if self.bound is not None and self.bound.window <= self.length:
+            raise ValueError(
+                f"rule {kind!r} would gain nothing beyond {self.length:,} tokens and change what layers do within "
+                f"their windows: {self.bound}. Leave the rates: --rule none with steps or, of a Hugging Face folder, "
+                "another max_position_embeddings in its config.json"
+            )
 
 
 class Way(BaseModel):
@@ -36,8 +50,10 @@ class Way(BaseModel):
     def at(self, present: Present, length: int) -> AnyFrequencies | None:
         """The rule to serve `length` with; None where rates stay as they are.
 
-        Raises ValueError for a checkpoint without rates, and for rates that this way does not start from.
+        Raises ValueError for a checkpoint without rates, or with rates that see no further than it serves, and for
+        rates that this way does not start from.
         """
+        present.require_reach(self.kind)
         if present.frequencies is None:
             raise ValueError(f"rule {self.kind!r} changes rates, and the encoding has none; use --rule none")
         rule = self._rule(present.frequencies, present.length, length)
@@ -158,6 +174,7 @@ class Search(BaseModel):
 
     def start(self, present: Present) -> Geometric:
         """The rates that are searched from; ValueError for a checkpoint that has no plain ones."""
+        present.require_reach(self.kind)
         now = present.frequencies
         if not isinstance(now, Geometric):
             raise ValueError(

@@ -22,11 +22,15 @@ from phasewise.lens.inspect import Inspection, Request, inspect
 from phasewise.lens.spectrum import Values
 from phasewise.lens.thresholds import MISSED, SAME, TUNABLE
 from phasewise.model.reading import require_count
+from phasewise.model.sight import Bound
 from phasewise.progress import bars
 
 VerdictKind = Literal[Kind, "needs fine-tuning", "will not work", "nothing to scale"]
 RATES_READ = 8192
 OWN = "phasewise"
+NO_RATES = (
+    "its positions have no rates: there is nothing to scale, it serves longer inputs as it is or not at all"
+)
 
 LIMITS = (
     "Mutual information between two tokens says nothing on retrieval; passkeys are one narrow form of it. "
@@ -54,7 +58,8 @@ class Verdict(Values):
 class Advice(Values):
     """Everything `advise` found. options: the best first, as measured where it was, as predicted otherwise.
 
-    evidence: None for a model without rates. as_it_is: what such a model does at the wanted length.
+    evidence: None where there is nothing to scale: a model without rates, or one whose layers with rates see no
+    further than it serves now, which is `bound`. as_it_is: what such a model does at the wanted length.
     disagreements: where the measurement contradicts the prediction.
     """
 
@@ -71,6 +76,7 @@ class Advice(Values):
     disagreements: tuple[str, ...]
     limits: str
     partial: str | None
+    bound: Bound | None = None
 
 
 @dataclass(frozen=True)
@@ -129,8 +135,16 @@ def advise(
                 stop=stop,
             )
         found = _Found(model, corpus, wanted, trained)
+        bound = model.bound
+        if bound is not None and bound.window <= trained:
+            said = (
+                f"{bound}. None with rates sees beyond the {trained:,} tokens that are served now, so another rule "
+                f"gains nothing at {wanted.length:,} and changes what those layers do within their windows: leave "
+                "rates and scaling as they are, and raise max_position_embeddings alone"
+            )
+            return _as_it_is(said, found, bench, progress, bound)
         if model.channels is None:
-            return _without_rates(found, bench, progress)
+            return _as_it_is(NO_RATES, found, bench, progress)
         return _with_rates(found, bench, progress, stop)
 
 
@@ -150,6 +164,7 @@ class _Found:
         as_it_is: Measured | None = None,
         disagreements: Sequence[str] = (),
         partial: str | None = None,
+        bound: Bound | None = None,
     ) -> Advice:
         return Advice(
             family=self.model.config.family,
@@ -165,6 +180,7 @@ class _Found:
             disagreements=tuple(disagreements),
             limits=LIMITS,
             partial=partial,
+            bound=bound,
         )
 
 
@@ -182,8 +198,10 @@ def _trained(model: LanguageModel, wanted: Wanted) -> int:
     return trained
 
 
-def _without_rates(found: _Found, bench: Bench | None, progress: Progress) -> Advice:
-    said = "its positions have no rates: there is nothing to scale, it serves longer inputs as it is or not at all"
+def _as_it_is(
+    said: str, found: _Found, bench: Bench | None, progress: Progress, bound: Bound | None = None
+) -> Advice:
+    """Advice where no rule is of use, for the reason `said`: what the model does, measured."""
     measured = partial = None
     reasons = [said]
     if bench is not None:
@@ -193,11 +211,24 @@ def _without_rates(found: _Found, bench: Bench | None, progress: Progress) -> Ad
         except KeyboardInterrupt:
             partial = "interrupted before the model was measured"
         else:
-            reasons.append(_against(measured, measured, found.trained, found.wanted.length))
+            reasons += [
+                _against(measured, measured, found.trained, found.wanted.length),
+                held(measured, found.trained, found.wanted.length),
+            ]
     verdict = Verdict(
         kind="nothing to scale", option=None, measured=measured is not None, reasons=tuple(reasons)
     )
-    return found.advice(verdict, as_it_is=measured, partial=partial)
+    return found.advice(verdict, as_it_is=measured, partial=partial, bound=bound)
+
+
+def held(measured: Measured, trained: int, wanted: int) -> str:
+    """What a model that is left as it is makes of the longer input, in words."""
+    rise = measured.loss(wanted) - measured.loss(trained)
+    if rise <= SAME:
+        return f"it serves {wanted} tokens as it is"
+    if rise <= TUNABLE:
+        return f"{rise:.3f} nats worse there: fine-tune it at {wanted} tokens, with its rates as they are"
+    return f"{rise:.3f} nats worse there: windows of {trained} tokens predict better"
 
 
 def _with_rates(found: _Found, bench: Bench | None, progress: Progress, stop: Callable[[], bool]) -> Advice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from phasewise.lens.doctor.reach import Field
 from phasewise.lens.doctor.written import Written, whole_number
 from phasewise.model import ModelConfig
 from phasewise.model.reading import require_count
+from phasewise.model.sight import Bound
 from phasewise.progress import bars
 
 DEFAULT_LENGTH = 4096
@@ -65,13 +66,16 @@ class _Notes:
     checks: list[Check] = field(default_factory=list)
     turns: tuple[Curve, ...] = ()
 
-    def add_fields(self, fields: Callable[[], list[Field]]) -> None:
-        """Check the reach of every field, and keep its turns."""
+    def add_fields(self, fields: Callable[[], list[Field]], bound: Callable[[], Bound | None]) -> None:
+        """Check the reach of every field, as far as any layer with rates sees, and keep its turns."""
 
         def check() -> Result:
-            found = fields()
+            given = fields()
+            windowed = bound() if any(reach.asked(one) for one in given) else None
+            found = given if windowed is None else [replace(one, sees=windowed.window) for one in given]
             self.turns = tuple(curve for one in found for curve in one.turns())
-            return [finding for one in found for finding in one.findings()], reach.said(found)
+            findings = [finding for one in found for finding in one.findings()]
+            return [*findings, *reach.within(windowed, found)], reach.said(found)
 
         self.add("field", check)
 
@@ -126,13 +130,13 @@ def doctor(
     notes = _Notes()
     if case.written is not None:
         wanted_length = length or case.written.longest or DEFAULT_LENGTH
-        trained = _of_config(case.written, notes, wanted_length)
+        trained = _of_config(case.written, notes, wanted_length, lambda: case.bound)
     else:
         assert case.own is not None
         settings, trained = case.own, case.trained_length
         wanted_length = length or trained or DEFAULT_LENGTH
         notes.add("contradictions", lambda: ([], "every setting has one value"))
-        notes.add_fields(lambda: _own_fields(settings, wanted_length, trained))
+        notes.add_fields(lambda: _own_fields(settings, wanted_length, trained), lambda: case.bound)
     partial_said = phase_error = None
     if case.patient is None:
         for name in MODEL_CHECKS:
@@ -159,7 +163,7 @@ def doctor(
     )
 
 
-def _of_config(written: Written, notes: _Notes, length: int) -> int | None:
+def _of_config(written: Written, notes: _Notes, length: int, bound: Callable[[], Bound | None]) -> int | None:
     """The checks of a Hugging Face config; the trained length."""
     for name, check in WRITTEN_CHECKS.items():
         notes.add(name, lambda check=check: (list(check(written)), ""))
@@ -187,7 +191,7 @@ def _of_config(written: Written, notes: _Notes, length: int) -> int | None:
     notes.add("contradictions", lambda: ([], "every setting has one value"))
     notes.add("dynamic", lambda: (list(engines.dynamic(rules, length)), ""))
     notes.add("short inputs", lambda: (list(engines.short_inputs(rules, length)), ""))
-    notes.add_fields(lambda: _fields(written, settings, length))
+    notes.add_fields(lambda: _fields(written, settings, length), bound)
     return _trained(written)
 
 
@@ -198,7 +202,7 @@ def _trained(written: Written) -> int | None:
 
 
 def _fields(written: Written, settings: Mapping[str | None, RopeSettings | None], length: int) -> list[Field]:
-    """The fields of every layer type that sees further than it was trained to; NotMade where sizes are missing."""
+    """The field of every layer type; NotMade where sizes are missing."""
     trained, width = _trained(written), written.head_dim
     if trained is None or width is None:
         raise NotMade(f"the config says no {'trained length' if trained is None else 'head width'}")
@@ -206,11 +210,12 @@ def _fields(written: Written, settings: Mapping[str | None, RopeSettings | None]
     longest = max(trained, written.longest or trained)
     found = []
     for layer, one in settings.items():
-        if one is None or (layer == "sliding_attention" and window is not None and window <= trained):
+        if one is None:
             continue
         where = "" if layer is None else f" of {layer}"
         n = one.channels(width)
-        found.append(Field(one.frequencies, n, length, trained, longest, where=where))
+        sees = window if layer == "sliding_attention" else None
+        found.append(Field(one.frequencies, n, length, trained, longest, where=where, sees=sees))
     return found
 
 

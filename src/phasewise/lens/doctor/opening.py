@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from phasewise.lens.doctor.written import Written
 from phasewise.model import ModelConfig, Transformer, history
 from phasewise.model import folder as own_folder
 from phasewise.model.reading import TransformerReader
+from phasewise.model.sight import Bound
 from phasewise.problems import first
 
 
@@ -31,6 +33,18 @@ class Case:
     patient: Patient | None
     trained_length: int | None = None
     """Of a model of this library: what was given, or else what its folder says."""
+
+    @cached_property
+    def bound(self) -> Bound | None:
+        """How far layers with rates see, where each of them has a window; None also where it cannot be told."""
+        if self.own is not None:
+            return self.own.bound
+        if find_spec("transformers") is None:
+            return None
+        from phasewise.hf.sight import bound
+
+        assert self.written is not None
+        return bound(self.written.whole)
 
 
 def open_case(checkpoint: Any, *, trained_length: int | None, dtype: str | None, device: str) -> Case:
