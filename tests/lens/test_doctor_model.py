@@ -10,7 +10,7 @@ from phasewise.frequencies import DynamicNTK, YaRN
 from phasewise.lens.doctor.examine import MODEL_CHECKS, doctor
 from phasewise.model import folder as own
 from phasewise.model.history import Stage, write_history
-from tests.hf.tiny import BY_LAYER_TYPE, LLAMA3, MODELS, YARN, tiny
+from tests.hf.tiny import BY_LAYER_TYPE, LLAMA3, MODELS, STILL, YARN, tiny
 from tests.model.small import ENCODINGS, ORIGINAL, model_of
 
 transformers = pytest.importorskip("transformers", reason="examining checkpoints needs transformers")
@@ -55,7 +55,7 @@ def forwarding(model, change):
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *STILL])
 def test_nothing_is_wrong_with_a_healthy_decoder_of_any_family(name):
     found = doctor(tiny(name))
     assert said(found) == []
@@ -238,6 +238,18 @@ def test_frequencies_beyond_their_field_are_a_warning_for_rope_and_a_note_for_po
         assert finding(found, "field").severity == severity
     scaled = RoPEConfig(frequencies=YaRN(base=1e4, factor=8.0, original_length=512))
     assert outcomes(doctor(model_of(scaled), length=4096, trained_length=512))["field"] == "passed"
+
+
+def test_frequencies_reach_no_further_than_the_windows_of_their_layers():
+    (note,) = doctor(model_of(RoPEConfig(), window=48), length=4096, trained_length=128).findings
+    assert (note.severity, note.evidence["their window"], note.evidence["trained length"]) == (
+        "note",
+        48,
+        128,
+    )
+    (beyond,) = doctor(model_of(RoPEConfig(), window=256), length=4096, trained_length=128).findings
+    assert beyond.severity == "warning"
+    assert beyond.evidence["largest reach beyond"] == pytest.approx(2)
 
 
 def test_trained_length_that_is_not_known_leaves_the_field_unjudged():

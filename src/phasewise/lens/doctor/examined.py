@@ -12,7 +12,7 @@ from torch import Tensor
 from phasewise.encodings import RoPE
 from phasewise.frequencies import Frequencies
 from phasewise.lens.doctor.diagnosis import Finding, NotMade
-from phasewise.lens.doctor.patient import Patient
+from phasewise.lens.doctor.patient import HFPatient, Patient
 from phasewise.model.reading import Layer
 
 READ_TOKENS = 64
@@ -72,6 +72,19 @@ class Examined:
         if not self.wanted:
             raise NotMade("no layer has rates")
         return self.wanted
+
+    @cached_property
+    def still(self) -> frozenset[int]:
+        """Layers read that the architecture never turns, whatever its config says of rates."""
+        if not isinstance(self.patient, HFPatient):
+            return frozenset()
+        from phasewise.hf.sight import sights
+
+        known = sights(self.patient.config) or ()
+        if len(known) != len(self.read):
+            return frozenset()
+        pairs = zip(self.read, known, strict=True)
+        return frozenset(read.layer.index for read, sight in pairs if not sight.rates)
 
     @property
     def depends_on_length(self) -> bool:

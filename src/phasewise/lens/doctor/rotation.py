@@ -133,7 +133,9 @@ def rates(examined: Examined) -> Result:
         want = wanted.get(read.layer.index)
         has = _pairs(read)
         if want is None or has != want.n:
-            if has != (0 if want is None else want.n):
+            if has != (0 if want is None else want.n) and not (
+                has == 0 and read.layer.index in examined.still
+            ):
                 off.append((read, want, math.inf))
             continue
         error = _apart(read, want.rule, length)
