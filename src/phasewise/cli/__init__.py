@@ -14,6 +14,7 @@ with starting():
     from phasewise.cli.compare import compare
     from phasewise.cli.doctor import doctor
     from phasewise.cli.evaluate import evaluate
+    from phasewise.cli.export import export
     from phasewise.cli.extend import extend
     from phasewise.cli.inspect import inspect
     from phasewise.cli.profile import profile
@@ -27,6 +28,7 @@ COMMANDS = {
     "tokenize": tokenize,
     "train": train,
     "extend": extend,
+    "export": export,
     "evaluate": evaluate,
     "profile": profile,
     "inspect": inspect,

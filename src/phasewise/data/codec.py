@@ -102,6 +102,22 @@ def defined_codec(name: str, definition: str) -> Codec:
         ) from error
 
 
+def byte_definition() -> str:
+    """What a tokenizer.json holds that makes of a text the tokens of "bytes".
+
+    >>> defined_codec("tokenizer.json", byte_definition()).encode_text("\u00e9!").tolist()
+    [195, 169, 33]
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    # GPT-2's signs for bytes: those that can be printed stand for themselves, the others, in order, from 256 on.
+    printed = [byte for byte in range(BYTES) if chr(byte) in pre_tokenizers.ByteLevel.alphabet()]
+    others = [byte for byte in range(BYTES) if byte not in printed]
+    signs = {byte: byte for byte in printed} | {byte: BYTES + place for place, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE({chr(sign): byte for byte, sign in sorted(signs.items())}, []))
+    return _byte_level(tokenizer).to_str()
+
+
 def _tokenizers(name: str) -> ModuleType:
     try:
         import tokenizers

@@ -58,8 +58,11 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _default_share(kind: Callable[[], Any]) -> float | None:
     """The one share of the channels that a config of this class turns when it is told nothing; None for all of them."""
+    from phasewise.hf.checkpoint import quiet
+
     try:
-        config = kind().get_text_config(decoder=True)
+        with quiet():  # Arcee's own default has tokens beyond its vocabulary
+            config = kind().get_text_config(decoder=True)
     except Exception:  # of several kinds, where a config is made of parts that it must be given
         return None
     parameters = getattr(config, "rope_parameters", None) or {}

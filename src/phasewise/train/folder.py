@@ -1,5 +1,7 @@
 """A run folder: begun once, held by one process at a time, and read back with a remedy for what is damaged."""
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,6 +98,25 @@ def writing(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise Unwritten(f"{out} cannot be written to ({error})") from error
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write to; it becomes `out` if the block succeeds, and else goes away.
+
+    Raises ValueError where no folder can be made; what the disk refuses within the block comes out as Unwritten.
+    """
+    require_free(out)
+    with _writable(out):
+        whole = out.resolve()
+        unfinished = whole.with_name(f".{whole.name}.{os.getpid()}")
+        unfinished.mkdir(parents=True)
+    try:
+        with writing(out):
+            yield unfinished
+            os.replace(unfinished, whole)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager

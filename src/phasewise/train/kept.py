@@ -35,7 +35,12 @@ def keep(model: Transformer, folder: Path, recipe: TrainRecipe, corpus: Corpus) 
 def keep_tokenizer(folder: Path, corpus: Corpus) -> None:
     """Write the tokenizer of a model's text beside it, unless that is bytes: whoever reads the model needs it."""
     if corpus.tokenizer is not None:
-        with replacing(folder / TOKENIZER) as path:
-            path.write_text(corpus.tokenizer, encoding="utf-8")
-        with replacing(folder / SETTINGS) as path:
-            path.write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n', encoding="utf-8")
+        write_tokenizer(folder, corpus.tokenizer)
+
+
+def write_tokenizer(folder: Path, definition: str) -> None:
+    """Write what a tokenizer.json holds, so that transformers opens it too."""
+    with replacing(folder / TOKENIZER) as path:
+        path.write_text(definition, encoding="utf-8")
+    with replacing(folder / SETTINGS) as path:
+        path.write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n', encoding="utf-8")
