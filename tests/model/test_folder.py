@@ -41,6 +41,12 @@ def test_another_dtype_is_given_where_it_is_asked_for(tmp_path):
     assert not opened.training
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int32], ids=str)
+def test_a_dtype_that_no_model_computes_in_is_named(tmp_path, dtype):
+    with pytest.raises(ValueError, match=rf"dtype is {dtype!r}; give one of torch.float32, .*None as saved"):
+        load(tmp_path, dtype=dtype)
+
+
 def test_the_dtype_comes_back_too(tmp_path):
     model = model_of(PoPEConfig(phase_init="uniform"), dtype=torch.bfloat16)
     save(model, tmp_path)

@@ -340,6 +340,14 @@ def test_rescaling_keeps_the_other_settings_of_an_encoding():
     assert scaled.config.encoding == RoPEConfig(fraction=0.5, frequencies=Geometric(base=77.0))
 
 
+def test_rescaling_takes_the_model_and_not_what_wraps_it():
+    compiled = torch.compile(model_of(RoPEConfig()), backend="eager")
+    with pytest.raises(
+        ValueError, match="must be a Transformer, but is OptimizedModule; give the one that is"
+    ):
+        rescaled(compiled, Geometric(base=77.0))
+
+
 @pytest.mark.parametrize("encoding", [NoPEConfig(), ALiBiConfig(), (TAPAConfig(), NoPEConfig())])
 def test_rescaling_is_refused_where_there_are_no_frequencies(encoding):
     with pytest.raises(ValueError, match="no frequencies to change; rope and pope do"):

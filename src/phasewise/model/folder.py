@@ -82,8 +82,10 @@ def load(
     """The model saved in `folder`, in the dtype it was saved in unless `dtype` names another, for evaluation.
 
     Raises ValueError when the folder holds no whole model, its weights do not fit its config or are not finite,
-    or safetensors is not installed.
+    `dtype` is none that a model computes in, or safetensors is not installed.
     """
+    if dtype is not None and dtype not in FLOATING:
+        raise ValueError(f"dtype is {dtype!r}; give one of {', '.join(map(str, FLOATING))}, or None as saved")
     safetensors = require_safetensors()
     folder = Path(folder)
     config = _read_config(folder)

@@ -281,6 +281,10 @@ def rescaled(model: Transformer, frequencies: AnyFrequencies) -> Transformer:
     >>> rescaled(model, Interpolation(base=1e4, factor=2.0)).config.encodings[1].frequencies.factor
     2.0
     """
+    if not isinstance(model, Transformer):
+        raise ValueError(
+            f"model must be a Transformer, but is {type(model).__name__}; give the one that is compiled or wrapped"
+        )
     encodings = model.config.encodings
     changed = tuple(
         type(encoding)(**{**dict(encoding), "frequencies": frequencies})
