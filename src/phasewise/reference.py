@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -45,16 +47,35 @@ def reference(
         mask = visible(at, k_at, causal=causal, window=window)[:, None]
         return _softmax_values(scores, mask, v.to(dtype))
 
-    cached = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    at_once = SCORES_AT_ONCE // CACHED if cached else SCORES_AT_ONCE
-    # A product, of which torch.export tells the bound.
-    if batch * heads * length * k.shape[2] <= at_once:
+    if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+        # torch's tracer makes a number an input of the graph where it first meets it. That may not be within a block
+        # which is recomputed, as the others could not read it there (torch 2.13); so a first block is for naught.
+        with torch.no_grad():
+            block(q[:, :, :1], k, v, 0)
+    compiling = torch.compiler.is_compiling()
+    at_once = SCORES_AT_ONCE // CACHED if q.device.type == "cpu" and not compiling else SCORES_AT_ONCE
+    total = batch * heads * length * k.shape[2]  # a product, of which torch.export tells the bound
+    if total <= at_once:
         out, lse = block(q, k, v, 0)
         return out.to(v.dtype), lse
-    size = max(1, at_once // (batch * heads * k.shape[2]))
-    blocks = [recomputed(block, q[:, :, at : at + size], k, v, at) for at in range(0, length, size)]
+    edges = _powers_of_two(length, total, at_once) if compiling else _full(length, total, at_once)
+    blocks = [recomputed(block, q[:, :, at:end], k, v, at) for at, end in pairwise(edges)]
     outs, lses = zip(*blocks, strict=True)
     return torch.cat([out.to(v.dtype) for out in outs], dim=2), torch.cat(lses, dim=2)
+
+
+def _full(length: int, total: int, at_once: int) -> list[int]:
+    """Where blocks of at most `at_once` of all `total` scores begin and end, the last of them with the rest."""
+    size = max(1, at_once // (total // length))
+    return [*range(0, length, size), length]
+
+
+def _powers_of_two(length: int, total: int, at_once: int) -> list[int]:
+    """The same in a power of two of blocks of nearly one size: a graph has no loop, and serves a range of lengths."""
+    count = 2
+    while count * at_once < total and 2 * count <= length:
+        count *= 2
+    return [length * block // count for block in range(count + 1)]
 
 
 def _softmax_values(scores: Tensor, mask: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
