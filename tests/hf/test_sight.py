@@ -79,8 +79,9 @@ def test_every_tiny_decoder_can_be_asked(name):
 
 def test_numbers_of_a_bound_are_said():
     assert str(Bound(4096, 30, 10)) == (
-        "30 layers have rates, and a window of 4,096 tokens at most; the 10 that see the whole context have none"
+        "30 layers have rates, and a window of 4,096 tokens at most; 10 others see the whole context, without rates"
     )
+    assert str(Bound(8, 2, 1)).endswith("; 1 other sees the whole context, without rates")
     assert str(Bound(8, 1, 0)) == (
         "1 layer has rates, and a window of 8 tokens at most; no layer of attention sees the whole context"
     )

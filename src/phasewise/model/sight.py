@@ -45,10 +45,9 @@ class Bound:
         return cls(max(bounded), len(bounded), whole)
 
     def __str__(self) -> str:
-        others = (
-            f"the {self.whole} that see the whole context have none"
-            if self.whole
-            else "no layer of attention sees the whole context"
-        )
+        others = "no layer of attention sees the whole context"
+        if self.whole:
+            see = "1 other sees" if self.whole == 1 else f"{self.whole} others see"
+            others = f"{see} the whole context, without rates"
         count = "1 layer has" if self.layers == 1 else f"{self.layers} layers have"
         return f"{count} rates, and a window of {self.window:,} tokens at most; {others}"
