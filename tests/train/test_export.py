@@ -158,6 +158,12 @@ def test_a_model_that_does_not_say_its_length_needs_it(tmp_path):
     assert export(tmp_path / "model", tmp_path / "out", length=32).length == 32
 
 
+def test_a_length_that_is_none_is_refused(run, tmp_path):
+    with pytest.raises(ValueError, match=r"length must be at least 1 and at most .*, but is 0"):
+        export(run, tmp_path / "out", length=0)
+    assert left(tmp_path) == ["run"]
+
+
 def test_what_cannot_be_exported_is_one_line(tmp_path, capsys, run):
     assert main(["export", str(run), "--out", str(tmp_path / "out"), "--dtype", "int8"]) == 2
     assert "unknown dtype 'int8'" in capsys.readouterr().err

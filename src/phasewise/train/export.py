@@ -12,6 +12,7 @@ from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
 from phasewise.model import folder as on_disk
 from phasewise.model.history import read_history
+from phasewise.model.reading import require_count
 from phasewise.train.folder import appearing, require_free
 from phasewise.train.kept import write_tokenizer
 
@@ -68,6 +69,7 @@ def export(
     model = on_disk.load(folder, dtype=precision)
     _require_within(model, dtype)
     length = _length(model, folder) if length is None else length
+    require_count("length", length)
     hf_config(model.config, length=length)  # raises before anything is written
     with appearing(out) as unfinished:
         _ask(stop)
