@@ -343,7 +343,7 @@ def test_command_prints_tables_or_json_and_resumes(capsys, place, tmp_path):
             ["{rope}", "--lengths", "100", "--depths", "2"],
             "--depths: Input should be less than or equal to 1",
         ),
-        (["--lengths", "100"], "--checkpoints"),
+        (["--lengths", "100"], "give at least one checkpoint"),
         (
             ["{letters}", "--data", "indirect-indexing", "--lengths", "50", "--needles", "1"],
             "is not: give a text",
@@ -382,6 +382,14 @@ def test_resuming_on_a_disk_that_is_read_only_says_to_resume_a_copy(monkeypatch,
     said = r"\(Read-only file system\): make it writable, or resume a copy"
     with pytest.raises(ValueError, match=said), held(tmp_path):
         pass
+
+
+def test_tasks_for_a_checkpoint_that_does_not_know_the_letters_are_refused(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation_plan, "_tasks", lambda *_: None)
+    letters = recipe(place, checkpoints=(str(place / "letters"),), lengths=(), needles=(), tasks=("piqa",))
+    with pytest.raises(ValueError, match="has a token 122, but the checkpoint letters knows 66 tokens: give"):
+        evaluate(letters, tmp_path / "run", figure=False)
+    assert not (tmp_path / "run").exists()
 
 
 def test_tasks_without_lm_eval_name_the_extra(place, tmp_path, monkeypatch):

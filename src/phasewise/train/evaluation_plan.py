@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,14 +100,11 @@ class Plan:
         """How the checkpoint's text becomes tokens and back, for tasks, its prefix included."""
         from phasewise.evaluate.harness import Text
 
-        corpus = _text_of(subject)
-        encode: Callable = corpus.encode  # type: ignore[assignment]
-        stop = _stop(Path(subject.facts.folder))
-        newline = int(encode("\n")[-1])
+        encode, stop = _encoder(subject), _stop(Path(subject.facts.folder))
         return Text(
-            lambda text: encode(text).tolist(),
-            corpus.decode,
-            start=stop[0] if stop else newline,
+            encode,
+            _text_of(subject).decode,
+            start=stop[0] if stop else encode("\n")[-1],
             stop=stop,
             before=subject.facts.prefix,
         )
@@ -136,7 +134,7 @@ class Plan:
         for length in recipe.lengths if recipe.needles else ():
             self.needles(subject, max(recipe.needles), length, examples=1)
         if recipe.tasks:
-            _text_of(subject)
+            _encoder(subject)(ascii_lowercase)
         return subject
 
     def _corpus(self, data: str, tokenizer: str) -> Corpus:
@@ -261,6 +259,22 @@ def _require_vocabulary(name: str, vocab_size: int, corpus: Corpus, over: Sequen
             f"the checkpoint {name} knows {vocab_size} tokens, but {corpus.name} has only "
             f"{corpus.vocab_size}: give the tokenizer it was trained with"
         )
+
+
+def _encoder(subject: Subject) -> Callable[[str], list[int]]:
+    """What makes tokens of a task's text; it raises ValueError for one that the checkpoint does not know."""
+    corpus, facts = _text_of(subject), subject.facts
+
+    def encode(text: str) -> list[int]:
+        tokens: list[int] = corpus.encode(text).tolist()  # type: ignore[misc]
+        if max(tokens, default=0) >= facts.vocab_size:
+            raise ValueError(
+                f"the text of a task has a token {max(tokens)}, but the checkpoint {facts.name} knows "
+                f"{facts.vocab_size} tokens: give the tokenizer it was trained with, or leave tasks out"
+            )
+        return tokens
+
+    return encode
 
 
 def _text_of(subject: Subject) -> Corpus:
