@@ -305,6 +305,27 @@ def test_rates_that_see_no_further_than_a_window_are_left_and_the_model_measured
     assert len(json.loads(said)["values"]["options"]) > 1
 
 
+@pytest.mark.parametrize(("windows", "told"), [((64, None), True), ((300, None), False), (None, False)])
+def test_layers_that_gain_nothing_by_a_rule_they_share_are_counted(windows, told, capsys, tmp_path, text):
+    model = save(tmp_path / "model", window=windows)
+    code, said, _ = run(capsys, model, "--data", text, *LENGTHS, *QUICK, "--no-measure", "--json")
+    assert code == 0
+    shared = "all 2 layers with rates: it also changes the 1 with windows of 64 tokens at most"
+    assert any(shared in reason for reason in json.loads(said)["values"]["verdict"]["reasons"]) == told
+
+
+@pytest.mark.parametrize(("name", "told"), [("gemma2", True), ("gemma3", False)])
+def test_layers_with_a_rule_of_their_own_are_not_counted(name, told, tmp_path):
+    pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
+    from phasewise.lens.advise.advice import Wanted, advise
+    from tests.hf.tiny import tiny
+
+    tiny(name).save_pretrained(tmp_path)
+    found = advise(tmp_path, corpus(), Wanted(length=380, measure=None, read=256))
+    assert found.verdict.option != "leave alone"
+    assert any("also changes the 1 with windows of 8" in said for said in found.verdict.reasons) == told
+
+
 @pytest.mark.parametrize(
     ("loss", "said"), [(2.01, "serves 256"), (2.4, "fine-tune it"), (2.6, "windows of 64")]
 )
@@ -320,7 +341,7 @@ def test_decoder_whose_rates_are_those_of_windowed_layers_is_told_so(name, tmp_p
     from tests.hf.tiny import tiny
 
     tiny(name).save_pretrained(tmp_path)
-    found = advise(tmp_path, corpus(), Wanted(length=380, measure=Trial(tokens=380), tokens=256))
+    found = advise(tmp_path, corpus(), Wanted(length=380, measure=Trial(tokens=380), read=256))
     assert (found.verdict.kind, found.options) == ("nothing to scale", ())
     assert "window of 8 tokens at most" in found.verdict.reasons[0]
     assert "raise max_position_embeddings alone" in found.verdict.reasons[0]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phasewise.device import floating, usable
 from phasewise.encodings import PoPEConfig, RoPEConfig
 from phasewise.frequencies import AnyFrequencies, only
+from phasewise.frequencies_hf import RopeSettings, from_hf
 from phasewise.hf import settings
 from phasewise.hf.rotary import forget, turn_anew
 from phasewise.model import Transformer, rescaled
@@ -27,7 +28,7 @@ from phasewise.model import folder as own
 from phasewise.model.generate import generate
 from phasewise.model.history import trained_length
 from phasewise.model.reading import Reader, TransformerReader
-from phasewise.model.sight import Bound
+from phasewise.model.sight import Sight
 from phasewise.positions import Positions
 
 if TYPE_CHECKING:
@@ -74,8 +75,13 @@ class LanguageModel(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def bound(self) -> Bound | None:
-        """How far layers with rates see, where each of them has a window; None also where it cannot be told."""
+    def sights(self) -> tuple[Sight, ...]:
+        """Which layers have rates, and how far they see; none of a decoder without windows, or that cannot be asked."""
+
+    @property
+    @abstractmethod
+    def one_rule(self) -> bool:
+        """Whether the rule in use is also that of layers with windows, so that serving another changes those too."""
 
     @abstractmethod
     def served(self, rule: AnyFrequencies) -> LanguageModel:
@@ -189,8 +195,12 @@ class _Own(LanguageModel):
         return counts.pop() if counts else None
 
     @property
-    def bound(self) -> Bound | None:
-        return self.network.config.bound
+    def sights(self) -> tuple[Sight, ...]:
+        return self.network.config.sights
+
+    @property
+    def one_rule(self) -> bool:
+        return True
 
     def _spectral(self) -> list[RoPEConfig | PoPEConfig]:
         encodings = self.network.config.encodings
@@ -248,10 +258,14 @@ class _HuggingFace(LanguageModel):
         return counts.pop() if counts else None
 
     @property
-    def bound(self) -> Bound | None:
-        from phasewise.hf.sight import bound
+    def sights(self) -> tuple[Sight, ...]:
+        from phasewise.hf.sight import windowed
 
-        return bound(self.network.config)
+        return windowed(self.network.config)
+
+    @property
+    def one_rule(self) -> bool:
+        return isinstance(from_hf(self.network.config), RopeSettings)
 
     def served(self, rule: AnyFrequencies) -> LanguageModel:
         shared = {id(parameter): parameter for parameter in self.network.parameters()}

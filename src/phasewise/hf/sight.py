@@ -95,7 +95,12 @@ def sights(config: Any) -> tuple[Sight, ...] | None:
 
 
 def bound(config: Any) -> Bound | None:
-    """How far layers with rates see, where each of them has a window; None also where `sights` is.
+    """How far layers with rates see, where each of them has a window; None also where `sights` is."""
+    return Bound.of(windowed(config))
+
+
+def windowed(config: Any) -> tuple[Sight, ...]:
+    """As `sights`, of a decoder that may have windows; none of one that has not, or cannot be asked.
 
     config: of transformers, or the content of its file.
     """
@@ -103,11 +108,11 @@ def bound(config: Any) -> Bound | None:
         try:
             config = AutoConfig.for_model(**config)
         except Exception:  # as `read_config`'s, of a content that may be anything
-            return None
+            return ()
     settings = config.get_text_config().to_dict()
     if not any(settings[key] for key in settings if any(word in key for word in WINDOWS)):
-        return None
-    return Bound.of(sights(config) or ())
+        return ()
+    return sights(config) or ()
 
 
 def _traced(_module: nn.Module, _given: Any, output: Any) -> None:

@@ -131,7 +131,12 @@ class ModelConfig(BaseModel):
         return self.window if isinstance(self.window, tuple) else (self.window,) * self.layers
 
     @property
+    def sights(self) -> tuple[Sight, ...]:
+        """Which layers have rates, and how far they see."""
+        kinds = zip(self.encodings, self.windows, strict=True)
+        return tuple(Sight(isinstance(each, RoPEConfig | PoPEConfig), window) for each, window in kinds)
+
+    @property
     def bound(self) -> Bound | None:
         """How far layers with rates see, where each of them has a window."""
-        kinds = zip(self.encodings, self.windows, strict=True)
-        return Bound.of(Sight(isinstance(each, RoPEConfig | PoPEConfig), window) for each, window in kinds)
+        return Bound.of(self.sights)

@@ -22,7 +22,7 @@ from phasewise.lens.inspect import Inspection, Request, inspect
 from phasewise.lens.spectrum import Values
 from phasewise.lens.thresholds import MISSED, SAME, TUNABLE
 from phasewise.model.reading import require_count
-from phasewise.model.sight import Bound
+from phasewise.model.sight import Bound, Sight
 from phasewise.progress import bars
 
 VerdictKind = Literal[Kind, "needs fine-tuning", "will not work", "nothing to scale"]
@@ -134,8 +134,8 @@ def advise(
                 device=torch.device(device),
                 stop=stop,
             )
-        found = _Found(model, corpus, wanted, trained)
-        bound = model.bound
+        found = _Found(model, corpus, wanted, trained, model.sights)
+        bound = Bound.of(found.sights)
         if bound is not None and bound.window <= trained:
             said = (
                 f"{bound}. None with rates sees beyond the {trained:,} tokens that are served now, so another rule "
@@ -154,6 +154,7 @@ class _Found:
     corpus: Corpus
     wanted: Wanted
     trained: int
+    sights: tuple[Sight, ...]
 
     def advice(
         self,
@@ -259,12 +260,26 @@ def _with_rates(found: _Found, bench: Bench | None, progress: Progress, stop: Ca
         advised, partial = _measured(advised, bench, progress)
     fits = evidence.input_length <= found.trained
     ordered, verdict = judge(advised, found.trained, wanted.length, fits=fits)
+    if verdict.option != "leave alone":
+        verdict = verdict.model_copy(update={"reasons": (*verdict.reasons, *_changed_beside(found))})
     return found.advice(
         verdict,
         evidence=evidence,
         advised=ordered,
         disagreements=disagreements(ordered, wanted.length),
         partial=partial,
+    )
+
+
+def _changed_beside(found: _Found) -> tuple[str, ...]:
+    """What a setting does beside what it is for, to layers that gain nothing by it."""
+    windows = [sight.window for sight in found.sights if sight.rates and sight.window is not None]
+    if not windows or max(windows) > found.trained or not found.model.one_rule:
+        return ()
+    count = sum(sight.rates for sight in found.sights)
+    return (
+        f"one rule is written for all {count} layers with rates: it also changes the {len(windows)} with windows of "
+        f"{max(windows):,} tokens at most, which gain nothing by it",
     )
 
 
