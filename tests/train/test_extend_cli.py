@@ -52,7 +52,10 @@ def test_a_hugging_face_folder_is_rewritten_and_said_not_to_be_trained(tmp_path,
     ("arguments", "said"),
     [
         (["--length", "6", "--steps", "0", "--rule", "pi"], "length 6 is not above 12"),
-        (["--length", "48", "--steps", "0", "--rule", "pii"], "--rule: Input tag 'pii'"),
+        (
+            ["--length", "48", "--steps", "0", "--rule", "pii"],
+            "--rule: unknown kind 'pii'; choose from 'none'",
+        ),
         (["--length", "48", "--steps", "0", "--rule", "grid:no.json"], "no file no.json"),
         (["--length", "48", "--steps", "0", "--rule", "none"], "0 steps change rates alone"),
         (
