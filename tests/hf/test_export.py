@@ -167,3 +167,20 @@ def test_older_readers_find_the_rates_and_no_token_is_special(tmp_path):
 def test_who_may_read_the_config_may_read_the_weights(tmp_path):
     export.write(model_of(), tmp_path, length=LENGTH)
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / CONFIG).stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"qk_norm": True}, []),
+        ({"encoding": RoPEConfig(frequencies=rules(4)["llama3"])}, []),
+        ({"encoding": RoPEConfig(frequencies=rules(4)["llama3"]), "qk_norm": True}, ["rates of llama3"]),
+        ({"encoding": RoPEConfig(frequencies=YARN), "qk_norm": True}, []),
+        (
+            {"encoding": (ROPE, NOPE, ROPE), "window": (5, None, 5)},
+            [export.SOME_WINDOWS, export.UNTURNED],
+        ),
+    ],
+)
+def test_what_other_programs_pass_over_is_named(fields, said):
+    assert export.passed_over(model_of(**fields).config) == said

@@ -14,7 +14,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from phasewise.encodings import NoPEConfig, RoPEConfig
-from phasewise.frequencies import NTK, AnyFrequencies, Explicit, Geometric, LongRoPE, only
+from phasewise.frequencies import (
+    NTK,
+    AnyFrequencies,
+    Explicit,
+    Geometric,
+    Llama3,
+    LongRoPE,
+    Proportional,
+    only,
+)
 from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
 from phasewise.hf.checkpoint import load, quiet
 from phasewise.hf.settings import LISTED_BASE, listed
@@ -130,7 +139,9 @@ def hf_config(config: ModelConfig, *, length: int) -> Any:
 
 def passed_over(config: ModelConfig) -> list[str]:
     """What a config.json says of such a model and llama.cpp, among others, does not read there."""
-    return sorted(_asked(config, None) & {GELU, WINDOW, SOME_WINDOWS, UNTURNED})
+    rule, found = config.frequencies, sorted(_asked(config, None) & {GELU, WINDOW, SOME_WINDOWS, UNTURNED})
+    by_channel = isinstance(rule, Explicit | Llama3 | LongRoPE | Proportional)
+    return [*found, *([f"rates of {rule.kind}"] if config.qk_norm and by_channel else [])]
 
 
 def _asked(config: ModelConfig, rotation: RopeSettings | None) -> set[str]:
