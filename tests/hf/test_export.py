@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from phasewise.encodings import ALiBiConfig, NoPEConfig, PoPEConfig, RoPEConfig, TAPAConfig
-from phasewise.frequencies import DynamicNTK, DynamicYaRN, Explicit, Geometric, LongRoPE, YaRN
+from phasewise.frequencies import NTK, DynamicNTK, DynamicYaRN, Explicit, Geometric, LongRoPE, YaRN
 from phasewise.hf import export
 from phasewise.hf.language_model import open_language_model
 from phasewise.model import ModelConfig, Transformer
@@ -86,6 +86,29 @@ def test_two_equal_lists_of_longrope_are_fixed_rates(tmp_path):
     model = model_of(RoPEConfig(frequencies=rule))
     export.write(model, tmp_path, length=LENGTH)
     logits_agree(model, tmp_path)
+
+
+def test_lists_that_turn_a_part_keep_their_own_attention_factor(tmp_path):
+    lists = {"short_factor": (1.0, 2.0), "long_factor": (1.0, 2.0)}
+    model = model_of(partly(frequencies=LongRoPE(base=100.0, original_length=6, factor=4.0, **lists)))
+    assert export.write(model, tmp_path, length=LENGTH) == "Phi3ForCausalLM"
+    logits_agree(model, tmp_path)
+
+
+def test_rates_with_another_base_turn_a_part(tmp_path):
+    model = model_of(partly(frequencies=NTK(base=100.0, factor=4.0)))
+    assert export.write(model, tmp_path, length=LENGTH) == "Phi3ForCausalLM"
+    logits_agree(model, tmp_path)
+
+
+def test_a_model_without_finite_logits_is_what_is_at_fault(tmp_path):
+    model = model_of()
+    with torch.no_grad():
+        model.blocks[1].feed_forward.up.weight.mul_(1e30)
+        model.blocks[1].feed_forward.gate.weight.mul_(1e30)
+    export.write(model, tmp_path, length=LENGTH)
+    with pytest.raises(ValueError, match="the model's own logits are not finite"):
+        export.compare(model, tmp_path, length=LENGTH)
 
 
 @pytest.mark.parametrize("fields", [{"qk_norm": True, "window": (None, 5, 5)}, {"activation": "gelu"}])

@@ -112,7 +112,7 @@ def hf_config(config: ModelConfig, *, length: int) -> Any:
         "use_sliding_window": window is not None,
         "layer_types": ["full_attention" if each is None else "sliding_attention" for each in config.windows],
         "no_rope_layers": [int(isinstance(each, RoPEConfig)) for each in config.encodings],
-        "original_max_position_embeddings": length,
+        "original_max_position_embeddings": getattr(rotation.frequencies, "original_length", length),
     }
     made = AutoConfig.for_model(
         family.name,
@@ -152,7 +152,7 @@ def _asked(config: ModelConfig, rotation: RopeSettings | None) -> set[str]:
             "have one for all that have any; train with one"
         )
     partial = rotation is not None and rotation.fraction < 1
-    plain = rotation is None or isinstance(rotation.frequencies, Geometric | LongRoPE)
+    plain = rotation is None or isinstance(rotation.frequencies, Geometric | NTK | LongRoPE)
     found = {
         QK_NORM: config.qk_norm,
         GELU: config.activation == "gelu",
@@ -188,10 +188,10 @@ def _rotation(config: ModelConfig, length: int) -> RopeSettings:
         raise ValueError("the layers turn different fractions of their channels; train with one fraction")
     rule = only([each.frequencies for each in turning]) or Geometric(base=LISTED_BASE)
     fraction = next((each.fraction for each in turning), 1.0)
-    return RopeSettings(frequencies=_fixed(rule, config, fraction, length), fraction=fraction)
+    return RopeSettings(frequencies=_fixed(rule, length), fraction=fraction)
 
 
-def _fixed(rule: AnyFrequencies, config: ModelConfig, fraction: float, length: int) -> AnyFrequencies:
+def _fixed(rule: AnyFrequencies, length: int) -> AnyFrequencies:
     if isinstance(rule, LongRoPE) and rule.short_factor == rule.long_factor:
         return rule
     if rule.depends_on_length:
@@ -201,8 +201,6 @@ def _fixed(rule: AnyFrequencies, config: ModelConfig, fraction: float, length: i
         )
     if isinstance(rule, Explicit):
         return listed(rule, original_length=length).model_copy(update={"factor": 1.0})
-    if isinstance(rule, NTK):
-        return rule.geometric(int(config.head_dim * fraction) // 2)
     return rule
 
 
@@ -270,13 +268,15 @@ def compare(model: Transformer, folder: Path, *, length: int) -> tuple[float, fl
     """The largest difference between a model's logits and those of the decoder in `folder`, and the largest logit.
 
     Both compute in float32, on some random tokens in rows of at most `length`. Raises ValueError when they differ
-    by more than rounding.
+    by more than rounding, or are not finite.
     """
     size = min(ROW, length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (COMPARED // size, size), generator=generator)
     wide = model if model.embedding.weight.dtype == torch.float32 else copy.deepcopy(model).float()
     ours = wide(tokens)
+    if not ours.isfinite().all():
+        raise ValueError("the model's own logits are not finite: its weights are too large, train it anew")
     theirs = load(folder, dtype=torch.float32)(input_ids=tokens, use_cache=False).logits
     difference, largest = float((ours - theirs).abs().max()), float(ours.abs().max())
     if not difference <= HALF_THE_DIGITS * largest:
