@@ -115,6 +115,13 @@ def test_of_a_run_of_several_trainings_their_folders_are_named(tmp_path):
     assert lacking(tmp_path).endswith(f"a checkpoint, as {runs / 'pope-seed0'} or {runs / 'rope-seed0'}")
 
 
+@pytest.mark.parametrize("training", [".", "stages/64", "runs/rope-seed0"])
+def test_a_run_whose_training_has_not_ended_is_told_so(tmp_path, training):
+    (tmp_path / training).mkdir(parents=True, exist_ok=True)
+    (tmp_path / training / "metrics.jsonl").touch()
+    assert "has no model yet, as its training has not ended: go on with it by --resume" in lacking(tmp_path)
+
+
 def test_a_damaged_config_and_weights_that_do_not_fit_are_refused(tmp_path):
     model = model_of(NoPEConfig())
     save(model, tmp_path)

@@ -15,7 +15,7 @@ from phasewise.record import parsed, replacing
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-MODEL = "model"
+MODEL, METRICS = "model", "metrics.jsonl"
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -31,8 +31,10 @@ def inside(folder: str | Path) -> Path:
 
 
 def lacking(folder: Path) -> str:
-    """What to say of a folder without a model: that it has none, and of a run of several trainings, where they are."""
+    """What to say of a folder without a model: that it has none, and of a run, where its models are or why not yet."""
     below = sorted(str(path.parents[1]) for path in folder.glob(f"runs/*/{MODEL}/{CONFIG}"))
+    if not below and any(any(folder.glob(f"{of}{METRICS}")) for of in ("", "stages/*/", "runs/*/")):
+        return f"{folder} has no {MODEL} yet, as its training has not ended: go on with it by --resume"
     return f"{folder} has no {CONFIG}; give the folder of a checkpoint{', as ' * bool(below)}{' or '.join(below)}"
 
 
