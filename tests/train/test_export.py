@@ -95,6 +95,31 @@ def test_the_models_own_tokenizer_goes_with_it(tmp_path):
     assert tokenizer(SENTENCE)["input_ids"] == codec.encode_text(SENTENCE).tolist()
 
 
+def test_its_tokenizer_sets_no_begin_around_texts_that_training_had_none_of(tmp_path):
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoTokenizer
+
+    codec = text_codec("bpe:300", lambda: [SENTENCE.encode() * 50])
+    marking = Tokenizer.from_str(codec.definition)
+    marking.add_special_tokens(["<s>"])
+    marking.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", marking.token_to_id("<s>"))]
+    )
+    run = kept(tmp_path / "run", model_of(vocab_size=384))
+    write_tokenizer(run / "model", marking.to_str())
+    export(run, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer(SENTENCE)["input_ids"] == codec.encode_text(SENTENCE).tolist()
+    assert tokenizer("<s>")["input_ids"] == [marking.token_to_id("<s>")]
+
+
+def test_a_damaged_tokenizer_is_refused(run, tmp_path):
+    (run / "model" / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
+        export(run, tmp_path / "out")
+    assert left(tmp_path) == ["run"]
+
+
 def test_loss_and_spectrum_are_those_of_the_model(tmp_path):
     run = kept(tmp_path / "run", model_of(vocab_size=VOCAB, qk_norm=True))
     export(run, tmp_path / "out")
@@ -158,6 +183,15 @@ def test_a_model_that_does_not_say_its_length_needs_it(tmp_path):
     assert export(tmp_path / "model", tmp_path / "out", length=32).length == 32
 
 
+def test_rates_changed_after_training_need_the_length_they_are_for(tmp_path):
+    run = kept(tmp_path / "run", model_of())
+    (run / "model" / "config.json").unlink()
+    save(rescaled(model_of(), Linear(base=1e4, factor=4.0)), run / "model")
+    with pytest.raises(ValueError, match=r"changed after its training at 64, .*: give --length"):
+        export(run, tmp_path / "out")
+    assert export(run, tmp_path / "out", length=256).length == 256
+
+
 def test_a_length_that_is_none_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match=r"length must be at least 1 and at most .*, but is 0"):
         export(run, tmp_path / "out", length=0)
@@ -168,7 +202,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, capsys, run):
     assert main(["export", str(run), "--out", str(tmp_path / "out"), "--dtype", "int8"]) == 2
     assert "unknown dtype 'int8'" in capsys.readouterr().err
     assert main(["export", str(run), "--out", str(run)]) == 2
-    assert f"{run} already exists: choose another folder" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"phasewise: {run} already exists: choose another folder\n"
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     assert main(["export", str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 2
     assert "is a Hugging Face checkpoint already" in capsys.readouterr().err
@@ -177,10 +211,36 @@ def test_what_cannot_be_exported_is_one_line(tmp_path, capsys, run):
     assert left(tmp_path) == ["out", "run"]
 
 
-def test_an_empty_folder_is_taken(run, tmp_path):
-    (tmp_path / "out").mkdir()
+def test_an_empty_folder_is_filled_where_it_is(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir(mode=0o750)
+    before = (tmp_path / "out").stat()
+    monkeypatch.chdir(tmp_path / "out")
+    assert main(["export", str(run), "--out", "."]) == 0
+    assert f"Written to .: {', '.join(WITH_TOKENIZER)}" in capsys.readouterr().out
+    assert names(tmp_path / "out") == WITH_TOKENIZER
+    after = (tmp_path / "out").stat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert left(tmp_path) == ["out", "run"]
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_replaced(run, tmp_path):
+    remains = f".out.{os.getpid()}"
+    (tmp_path / remains).mkdir()
+    (tmp_path / remains / "remains").touch()
     export(run, tmp_path / "out")
     assert names(tmp_path / "out") == WITH_TOKENIZER
+    assert left(tmp_path) == ["out", "run"]
+
+
+@pytest.mark.parametrize("kind", ["new", "empty"])
+def test_what_fails_leaves_an_empty_folder_empty(run, tmp_path, monkeypatch, kind):
+    if kind == "empty":
+        (tmp_path / "out").mkdir()
+    monkeypatch.setattr(module, "HALF_THE_DIGITS", -1.0)
+    with pytest.raises(ValueError, match="more than rounding"):
+        export(run, tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*out*")] == ["out"] * (kind == "empty")
+    assert kind == "new" or names(tmp_path / "out") == []
 
 
 def test_a_decoder_that_differs_is_not_left_behind(run, tmp_path, monkeypatch):

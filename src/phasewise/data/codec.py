@@ -118,6 +118,17 @@ def byte_definition() -> str:
     return _byte_level(tokenizer).to_str()
 
 
+def unmarked(name: str, definition: str) -> str:
+    """What a tokenizer.json holds, without the begin and end that it sets around texts, which codecs leave out.
+
+    Raises ValueError where it is damaged.
+    """
+    whole = defined_codec(name, definition).definition
+    if not _tokenizers(name).Tokenizer.from_str(whole).num_special_tokens_to_add(is_pair=False):
+        return whole
+    return json.dumps({**json.loads(whole), "post_processor": None}, ensure_ascii=False)
+
+
 def _tokenizers(name: str) -> ModuleType:
     try:
         import tokenizers

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from phasewise.data.codec import BYTES, byte_definition
+from phasewise.data.codec import BYTES, byte_definition, unmarked
 from phasewise.data.sources import TOKENIZER, WRITTEN
 from phasewise.device import floating
 from phasewise.interrupt import Interrupted
@@ -62,7 +62,7 @@ def export(
         raise ValueError(
             f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
         ) from error
-    require_free(out)
+    require_free(out, resumed=False)
     precision, folder = floating(dtype), on_disk.inside(checkpoint)
     if "model_type" in on_disk.read_settings(folder / on_disk.CONFIG):
         raise ValueError(f"{folder} is a Hugging Face checkpoint already: give a model of this library")
@@ -108,6 +108,11 @@ def _length(model: Transformer, folder: Path) -> int:
     known = [stage.length for stage in history[-1:]]
     if original is not None:
         known.append(round(original * (factor or 1)))
+    elif history and history[-1].encoding != model.config.encoding:
+        raise ValueError(
+            f"the rates in {folder} were changed after its training at {history[-1].length}, and do not say for which "
+            "length: give --length"
+        )
     if not known:
         raise ValueError(f"{folder} does not say the length it was trained at: give --length")
     return max(known)
@@ -115,7 +120,7 @@ def _length(model: Transformer, folder: Path) -> int:
 
 def _bring_tokenizer(model: Transformer, folder: Path, out: Path) -> str | None:
     if (own := folder / TOKENIZER).is_file():
-        write_tokenizer(out, own.read_text(encoding="utf-8"))
+        write_tokenizer(out, unmarked(str(own), own.read_text(encoding="utf-8")))
         return str(own)
     kinds = {stage.corpus.partition(":")[0] for stage in read_history(folder)}
     if model.config.vocab_size != BYTES or not kinds <= set(OF_TEXT):

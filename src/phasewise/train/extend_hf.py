@@ -44,7 +44,7 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
         )
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} has no {CONFIG} to rewrite; give a folder of safetensors")
-    require_free(out)
+    require_free(out, resumed=False)
     require_weights(folder)
     config = read_config(folder)
     text, length = config.get_text_config(), recipe.length[0]

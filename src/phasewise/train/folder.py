@@ -37,12 +37,12 @@ def read(path: Path, kind: TypeAdapter[Value], name: str, remedy: str) -> Value:
         raise ValueError(f"{path} is not {name} ({first(error)}): {remedy}") from error
 
 
-def require_free(out: Path) -> None:
-    """Raise ValueError for a place where no run folder can be made."""
+def require_free(out: Path, *, resumed: bool = True) -> None:
+    """Raise ValueError for a place where no folder can be made. resumed: whether --resume goes on with one."""
     with _writable(out):
         free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     if not free:
-        raise _occupied(out)
+        raise _occupied(out, resumed=resumed)
 
 
 def require_same(out: Path, begun: BaseModel, now: BaseModel, *, free: tuple[str, ...] = ()) -> None:
@@ -102,19 +102,27 @@ def writing(out: Path) -> Iterator[None]:
 
 @contextmanager
 def appearing(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write to; it becomes `out` if the block succeeds, and else goes away.
+    """A folder to write to, which becomes `out` if the block succeeds, and else goes away.
 
-    Raises ValueError where no folder can be made; what the disk refuses within the block comes out as Unwritten.
+    It lies beside `out`, or within where that is an empty folder, which may be a mount or the shell's own: that is
+    filled, the last name first, and never replaced. Raises ValueError where no folder can be made; what the disk
+    refuses within the block comes out as Unwritten.
     """
-    require_free(out)
+    require_free(out, resumed=False)
     with _writable(out):
         whole = out.resolve()
-        unfinished = whole.with_name(f".{whole.name}.{os.getpid()}")
+        filled = whole.is_dir()
+        unfinished = (whole if filled else whole.parent) / f".{whole.name}.{os.getpid()}"
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by one of this number that was killed
         unfinished.mkdir(parents=True)
     try:
         with writing(out):
             yield unfinished
-            os.replace(unfinished, whole)
+            if filled:
+                for path in sorted(unfinished.iterdir(), reverse=True):
+                    os.replace(path, whole / path.name)
+            else:
+                os.replace(unfinished, whole)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -131,5 +139,6 @@ def _lock(file: IO[str], out: Path) -> None:
     hold(file.fileno(), f"another process is working on {out}: wait until it ends, or choose another --out")
 
 
-def _occupied(out: Path) -> ValueError:
-    return ValueError(f"{out} already exists: choose another folder, or --resume if it holds this run")
+def _occupied(out: Path, *, resumed: bool = True) -> ValueError:
+    remedy = "choose another folder" + ", or --resume if it holds this run" * resumed
+    return ValueError(f"{out} already exists: {remedy}")
