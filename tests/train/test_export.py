@@ -223,6 +223,13 @@ def test_an_empty_folder_is_filled_where_it_is(run, tmp_path, monkeypatch, capsy
     assert left(tmp_path) == ["out", "run"]
 
 
+def test_a_loop_of_links_is_one_line(run, tmp_path, capsys):
+    (tmp_path / "out").symlink_to("out")
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 1
+    assert "out cannot be written to" in capsys.readouterr().err
+    assert left(tmp_path) == ["out", "run"]
+
+
 def test_what_a_killed_process_of_the_same_number_left_is_replaced(run, tmp_path):
     remains = f".out.{os.getpid()}"
     (tmp_path / remains).mkdir()

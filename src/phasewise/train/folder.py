@@ -110,7 +110,9 @@ def appearing(out: Path) -> Iterator[Path]:
     """
     require_free(out, resumed=False)
     with _writable(out):
-        whole = out.resolve()
+        whole = Path(
+            os.path.realpath(out)
+        )  # which takes a loop of links too, over which nothing can be moved then
         filled = whole.is_dir()
         unfinished = (whole if filled else whole.parent) / f".{whole.name}.{os.getpid()}"
         shutil.rmtree(unfinished, ignore_errors=True)  # left by one of this number that was killed
