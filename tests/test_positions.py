@@ -102,6 +102,15 @@ def test_lengths_may_be_numpy_integers():
     assert Positions.arange(np.int64(3)).length == 3
 
 
+def test_numpy_integers_add_up_beyond_their_own_width():
+    lengths = np.array([200, 100], dtype=np.uint8)
+    assert Positions.packed(lengths).segment[0].bincount().tolist() == [200, 100]
+    assert Positions.arange(lengths[0], start=lengths[1]).index[0, -1] == 299
+    assert Positions.arange(300).narrow(lengths[0], lengths[1]).index[0, -1] == 299
+    assert Positions.grid(lengths[:1].repeat(2)).length == 40_000
+    assert Positions.packed(length for length in (2, 3)).length == 5
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

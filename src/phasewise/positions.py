@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class Positions:
     @classmethod
     def arange(cls, length: int, *, start: int = 0, device: torch.device | str | None = None) -> Positions:
         """`length` consecutive places from `start`, one row, one segment; ValueError for a length below 0."""
-        _check_counts("length", [length])
+        (length,), start = _counts("length", [length]), plain(start)
         if not is_whole(start):
             raise ValueError(f"start must be a whole number, but is {start!r}; give an int, as 128")
         _check_reach("start", start)
@@ -81,8 +82,7 @@ class Positions:
         >>> Positions.packed([2, 3]).segment.tolist()
         [[0, 0, 1, 1, 1]]
         """
-        _check_counts("document lengths", lengths)
-        boundaries = [0, *accumulate(lengths)]
+        boundaries = [0, *accumulate(_counts("document lengths", lengths))]
         return cls.cu_seqlens(torch.tensor(boundaries, dtype=torch.int64, device=device), boundaries[-1])
 
     @classmethod
@@ -98,7 +98,7 @@ class Positions:
         >>> Positions.cu_seqlens(torch.tensor([0, 2, 5], dtype=torch.int32), 6).segment.tolist()
         [[0, 0, 1, 1, 1, -1]]
         """
-        _check_counts("length", [length])
+        (length,) = _counts("length", [length])
         _check_tensor("boundaries", boundaries)
         if boundaries.dtype not in (torch.int32, torch.int64) or boundaries.ndim != 1 or len(boundaries) == 0:
             raise ValueError(
@@ -133,7 +133,7 @@ class Positions:
         >>> Positions.grid([2, 2]).index.tolist()
         [[[0, 0], [0, 1], [1, 0], [1, 1]]]
         """
-        _check_counts("shape", shape)
+        shape = _counts("shape", shape)
         if len(shape) < 2:
             raise ValueError(f"shape is {list(shape)}; give the size of each axis, as (rows, columns)")
         axes = torch.meshgrid(*(torch.arange(size, device=device) for size in shape), indexing="ij")
@@ -154,7 +154,7 @@ class Positions:
             raise ValueError(f"places on {past.axes} axes have no single continuation; give the next places")
         if past.length == 0:
             raise ValueError("an empty past has nothing to continue; use Positions.arange(length)")
-        _check_counts("length", [length])
+        (length,) = _counts("length", [length])
         place = torch.arange(1, past.length + 1, device=past.device)
         last = torch.where(past.segment >= 0, place, 0).amax(1, keepdim=True)
         row = (last - 1).clamp(min=0)
@@ -195,6 +195,7 @@ class Positions:
 
     def narrow(self, start: int, length: int) -> Positions:
         """The places `start` to `start + length` of every row; ValueError beyond the last place."""
+        start, length = plain(start), plain(length)
         if not (is_whole(start) and is_whole(length) and 0 <= start <= start + length <= self.length):
             raise ValueError(
                 f"places {start} to {start + length} are not all among the {self.length} there are; ask for fewer"
@@ -207,7 +208,7 @@ class Positions:
 
     def expand(self, rows: int) -> Positions:
         """The same places for `rows` rows (a view); raises ValueError unless there is one row or `rows`."""
-        _check_counts("rows", [rows])
+        (rows,) = _counts("rows", [rows])
         if self.batch not in (1, rows):
             raise ValueError(f"positions of {self.batch} rows cannot serve {rows}; give 1 row or {rows}")
         return Positions(
@@ -248,6 +249,11 @@ def is_whole(value: object) -> bool:
     return isinstance(value, int | np.integer | torch.SymInt) and not isinstance(value, bool)
 
 
+def plain(value: Any) -> Any:
+    """A whole number of numpy's as Python's, since sums of numpy's are cut to its width; all else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, but is {type(value).__name__}; use torch.as_tensor")
@@ -261,14 +267,17 @@ def check_places(name: str, value: object) -> None:
         )
 
 
-def _check_counts(name: str, counts: Sequence[int]) -> None:
+def _counts(name: str, counts: Iterable[int]) -> list[int]:
+    """Whole numbers from 0, as Python's; ValueError for others."""
     if isinstance(counts, Tensor):
         raise ValueError(f"{name} must be whole numbers, but is a tensor; use .tolist()")
     if not isinstance(counts, Iterable):
         raise ValueError(f"{name} must be whole numbers, but is {counts!r}; give a list of them")
-    if not all(is_whole(count) and count >= 0 for count in counts):
-        raise ValueError(f"{name} must be whole numbers from 0, but is {list(counts)}")
-    _check_reach(name, *counts)
+    given = [plain(count) for count in counts]
+    if not all(is_whole(count) and count >= 0 for count in given):
+        raise ValueError(f"{name} must be whole numbers from 0, but is {given}")
+    _check_reach(name, *given)
+    return given
 
 
 def _check_reach(name: str, *values: int) -> None:

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,7 +179,8 @@ def test_what_hangs_on_the_embedding_module_acts():
 
 def test_keep_gives_the_last_logits_alone():
     model, tokens = model_of(RoPEConfig()), tokens_of(2, LENGTH)
-    torch.testing.assert_close(model(tokens, keep=2), model(tokens)[:, -2:], rtol=0, atol=1e-12)
+    for keep in (2, np.uint8(2)):
+        torch.testing.assert_close(model(tokens, keep=keep), model(tokens)[:, -2:], rtol=0, atol=1e-12)
 
 
 def test_the_state_dict_holds_weights_and_learned_phases_and_no_frequencies(encoding):

@@ -14,7 +14,7 @@ from phasewise.attention import Implementation, attention
 from phasewise.frequencies import AnyFrequencies
 from phasewise.model.cache import Cache
 from phasewise.model.config import ModelConfig
-from phasewise.positions import Positions, check_places, is_whole
+from phasewise.positions import Positions, check_places, is_whole, plain
 
 if TYPE_CHECKING:  # it loads torch.distributed, and that Triton
     from phasewise.model.parallel import Sharding
@@ -72,7 +72,7 @@ class Transformer(nn.Module):
                 f"keep is the number of last tokens to give logits for, at least 1, but is {keep}"
             )
         x = self.hidden(tokens, at=at, cache=cache, impl=impl, sharding=sharding)
-        return self.logits(x if keep is None else x[:, -keep:])
+        return self.logits(x if keep is None else x[:, -plain(keep) :])
 
     def hidden(
         self,
