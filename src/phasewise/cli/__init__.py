@@ -41,9 +41,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0; 1 when its run failed or found something wrong; 2 for bad input; 130 after Ctrl-C."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # as stderr: no sign or name may end what was measured
+        # As stderr: no sign or name may end what was measured.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(arguments)
