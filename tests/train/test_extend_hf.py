@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from phasewise.cli import main
 from phasewise.hf.language_model import open_language_model
 from phasewise.train.continuation import ExtendRecipe
 from phasewise.train.extend_hf import rewrite
@@ -134,3 +135,16 @@ def test_a_list_of_rates_takes_the_place_of_any_rule(tmp_path):
     expected = open_language_model(folder, rule=written)
     torch.testing.assert_close(model(tokens).logits, expected(tokens), rtol=1e-4, atol=1e-4)
     assert open_language_model(tmp_path / "out").config.trained_length == 32
+
+
+def test_a_folder_that_cannot_be_written_whole_is_not_there(llama, tmp_path, monkeypatch, capsys):
+    def full(*_arguments, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("phasewise.train.extend_hf.shutil.copy2", full)
+    (llama / "tokenizer.json").write_text("{}")
+    arguments = ["extend", str(llama), "--rule", "yarn", "--length", "1024", "--steps", "0"]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 1
+    assert "No space left on device" in (said := capsys.readouterr().err)
+    assert "nothing is left there: make room" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]

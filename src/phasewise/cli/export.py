@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from phasewise.cli.terminal import FAILED, INTERRUPTED, Left, written
+from phasewise.cli.terminal import at_once, written
 
 EXPORT = """Write a trained model as a Hugging Face checkpoint, for transformers and the programs that read its folders.
 
@@ -18,9 +18,8 @@ def export(arguments: Sequence[str]) -> int:
     """Write a trained model as a Hugging Face checkpoint, once it computes the same."""
     import tyro
 
-    from phasewise.interrupt import Interrupted, stoppable
+    from phasewise.interrupt import stoppable
     from phasewise.train.export import export
-    from phasewise.train.folder import Unwritten
 
     @dataclass(kw_only=True)
     class Options:
@@ -36,15 +35,8 @@ def export(arguments: Sequence[str]) -> int:
         """Print what was written as JSON on stdout instead of a sentence."""
 
     options = tyro.cli(Options, prog="phasewise export", args=arguments, description=EXPORT)
-    try:
-        with stoppable() as stop:
-            found = export(
-                options.checkpoint, options.out, length=options.length, dtype=options.dtype, stop=stop
-            )
-    except Interrupted as error:
-        raise Left(f"interrupted; {error}", INTERRUPTED) from error
-    except Unwritten as error:
-        raise Left(f"{error}; nothing is left there: make room, or choose another --out", FAILED) from error
+    with at_once(), stoppable() as stop:
+        found = export(options.checkpoint, options.out, length=options.length, dtype=options.dtype, stop=stop)
     if options.as_json:
         print(found.model_dump_json(indent=2))
         return 0

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 
-from phasewise.cli.terminal import early, fields, print_run, run_options, sitting
+from phasewise.cli.terminal import at_once, early, fields, print_run, run_options, sitting
 from phasewise.cli.together import is_first
 
 EXTEND = """Continue a checkpoint at a longer length, its rates changed; measure before and after.
@@ -49,7 +49,8 @@ def extend(arguments: Sequence[str]) -> int:
     )
     recipe = ExtendRecipe(**{name: getattr(options, name) for name in ExtendRecipe.model_fields})
     if is_hugging_face(inside(recipe.checkpoint)):
-        rule = rewrite(recipe, options.out)
+        with at_once():
+            rule = rewrite(recipe, options.out)
         print(
             f"{options.out} is {recipe.checkpoint} with the rule {rule.model_dump_json()}: its weights are linked, "
             "and nothing was trained or measured. Fine-tune it with your own trainer, which should save elsewhere "

@@ -91,6 +91,20 @@ def sitting(command: str, out: Path) -> Iterator[None]:
         raise Left(f"{words}{_if_begun(out, remedy)}", FAILED) from error
 
 
+@contextmanager
+def at_once() -> Iterator[None]:
+    """The writing of a folder that is there whole or not at all: what ends it is said in one line."""
+    from phasewise.interrupt import Interrupted
+    from phasewise.train.folder import Unwritten
+
+    try:
+        yield
+    except Interrupted as error:
+        raise Left(f"interrupted; {error}", INTERRUPTED) from error
+    except Unwritten as error:
+        raise Left(f"{error}; nothing is left there: make room, or choose another --out", FAILED) from error
+
+
 def _if_begun(out: Path, remedy: str) -> str:
     return f"; {remedy}" if (out / "recipe.json").exists() else ""
 

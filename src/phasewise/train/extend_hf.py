@@ -7,9 +7,8 @@ from pathlib import Path
 from phasewise.frequencies import AnyFrequencies
 from phasewise.frequencies_hf import RopeSettings, from_hf
 from phasewise.model.folder import CONFIG
-from phasewise.record import replacing
 from phasewise.train.continuation import ExtendRecipe
-from phasewise.train.folder import require_free
+from phasewise.train.folder import appearing, require_free
 from phasewise.train.rules import Present, Search
 
 WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack")
@@ -26,7 +25,8 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
 
     Raises ValueError without transformers, for steps, a search, several lengths, weights that are not whole, a
     length not above the one the config serves, a config without rates or with rates for layers alone whose windows
-    end within what it serves, and a rule that does not start from its rates.
+    end within what it serves, and a rule that does not start from its rates; Unwritten when `out` cannot be written,
+    as on a full disk. A folder written in part is never left.
     """
     try:
         from phasewise.hf.checkpoint import read_config, require_weights
@@ -60,11 +60,11 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     write(config, rule)
     text.max_position_embeddings = length
     _require_read_back(config, rule)
-    for path in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]):
-        if path.is_file() and path.name != CONFIG:
-            _bring(path, out / path.relative_to(folder))
-    with replacing(out / CONFIG) as unfinished:
-        unfinished.write_text(config.to_json_string(), encoding="utf-8")
+    with appearing(out) as unfinished:
+        for path in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]):
+            if path.is_file() and path.name != CONFIG:
+                _bring(path, unfinished / path.relative_to(folder))
+        (unfinished / CONFIG).write_text(config.to_json_string(), encoding="utf-8")
     return rule
 
 
