@@ -71,6 +71,15 @@ def test_what_is_no_config_of_a_decoder_has_no_bound(content):
     assert bound(content) is None
 
 
+def test_a_decoder_that_loops_until_a_value_changes_is_not_waited_for(monkeypatch):
+    def forward(_self, hidden_states, **_options):
+        while hidden_states.sum() > 0:
+            pass
+
+    monkeypatch.setattr("transformers.models.mistral.modeling_mistral.MistralMLP.forward", forward)
+    assert sights(described("mistral", EIGHT)) is None
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tiny_decoder_can_be_asked(name):
     family, changes = MODELS[name]

@@ -19,8 +19,11 @@ from phasewise.hf.rotary import rotary
 from phasewise.model.sight import Bound, Sight
 
 LOOKING = "phasewise-looking"
-WINDOWS = ("window", "chunk", "local")
+WINDOWS = ("window", "attention_chunk", "local_att")
 """A config with a window has it, under one of these words; without any, no model is built to ask it."""
+
+MOST_QUESTIONS = 2**12
+"""Values that a pass may ask for: more than any decoder does, unless it loops until one changes."""
 
 FURTHEST = 2**20
 """Distances that a mask is asked for; what sees further counts as seeing everything."""
@@ -29,9 +32,14 @@ FURTHEST = 2**20
 class _Yes(TorchDispatchMode):
     """Answers questions for values that there are none of: of one, yes or 1; of several beside real ones, 0."""
 
+    questions = 0
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [each for each in args if isinstance(each, Tensor)]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            self.questions += 1
+            if self.questions > MOST_QUESTIONS:
+                raise RuntimeError(f"more than {MOST_QUESTIONS} values asked for")
             return args[0].dtype == torch.bool or 1
         if len({each.is_meta for each in given}) > 1:
             args = [

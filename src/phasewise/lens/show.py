@@ -13,6 +13,7 @@ from phasewise.lens.charts import Axis, Figure, HeatMap, Line, Lines
 from phasewise.lens.inspect import Inspection
 from phasewise.lens.phase import Phase
 from phasewise.lens.spectrum import Spectrum, Use
+from phasewise.model.sight import Bound, Sight
 
 LEAST = 0.01  # shares below a hundredth of the uniform one get the darkest colour
 FORMS: dict[str, Callable[[Spectrum], Use | None]] = {
@@ -43,10 +44,10 @@ def summary(found: Inspection) -> dict[str, str]:
     }
     if found.wanted_length is not None:
         said["wanted length"] = f"{found.wanted_length:,} tokens"
-    windows = [layer.window for layer in spectra if layer.window is not None]
-    if windows and len(windows) == len(spectra) and max(windows) <= (found.trained_length or max(windows)):
+    bound = Bound.of(Sight(rates=True, window=layer.window) for layer in spectra)
+    if bound is not None and bound.window <= (found.trained_length or bound.window):
         said["windows"] = (
-            f"no layer with rates sees more than {max(windows):,} tokens: a rule for longer contexts would change what "
+            f"no layer with rates sees more than {bound.window:,} tokens: a rule for longer contexts would change what "
             "these layers do within their windows, and reach nothing beyond"
         )
     if spectra:
