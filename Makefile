@@ -14,6 +14,9 @@ ready := $(VENV)/.installed
 ready_docs := $(VENV)/.installed-docs
 endif
 
+# As many processes as cores, eight at most, each on one.
+parallel := OMP_NUM_THREADS=1 $(run) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
 .PHONY: help demo test test-all test-gpu check tables docs bench
 .DEFAULT_GOAL := help
 
@@ -38,10 +41,10 @@ demo: $(ready) ## compare the encodings on Jane Austen's novels: table, figure, 
 	$(run) -m phasewise compare --out $$out $$resume
 
 test: $(ready) ## the tests that need no GPU and little time
-	$(run) -m pytest -m "not slow and not gpu"
+	$(parallel) -m "not slow and not gpu"
 
 test-all: $(ready) ## the same and the slow ones
-	$(run) -m pytest -m "not gpu"
+	$(parallel) -m "not gpu"
 
 test-gpu: $(ready) ## the tests that need a GPU, recorded in results/test-gpu.json
 	$(run) -m tests.gpu_record write
