@@ -58,7 +58,7 @@ check: $(ready) ## format, lint, types, ranks, sizes, age of the GPU record
 
 tables: $(ready) ## the figures and tables of README.md and docs from results/
 	$(run) -m experiments.readme_figure results/demo/report.json
-	$(run) -m experiments.attention_figure results/attention/h200.json results/attention/flex-h200.json results/attention/peers-h200.json
+	$(run) -m experiments.attention_figure results/attention/h200.json results/attention/flex-h200.json results/attention/peers-h200.json results/attention/peers-128-h200.json
 	$(run) -m experiments.decode_table results/attention/decode-h200.json
 	$(run) -m experiments.extend_demo
 	cp results/evaluate/demo/figure.svg docs/figures/evaluate_demo.svg
