@@ -23,7 +23,7 @@ from phasewise.frequencies import (
     Proportional,
     YaRN,
 )
-from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
+from phasewise.frequencies_hf import RopeSettings, from_hf, lengths_of, require_length, to_hf
 
 transformers.logging.set_verbosity_error()
 
@@ -397,3 +397,32 @@ def test_a_yarn_factor_beyond_max_position_embeddings_is_taken_as_given():
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
     }
     assert from_hf(written).frequencies == YaRN(base=1e6, factor=4.0, original_length=32768)
+
+
+@pytest.mark.parametrize(
+    ("rule", "least", "largest"),
+    [
+        (YaRN(base=1e4, factor=4.0, original_length=64), 64, 256),
+        (YaRN(base=1e4, factor=4.01, original_length=64), 64, 256),
+        (YaRN(base=1e4, factor=1000 / 7, original_length=7), 7, 1000),
+        (LongRoPE(base=1e4, short_factor=[1], long_factor=[1], original_length=9, factor=1.5), 9, 13),
+        (LongRoPE(base=1e4, short_factor=[1], long_factor=[1], original_length=9, attention=1.0), 9, None),
+        (Llama3(base=1e4, factor=4.0, original_length=64), 64, None),
+        (DynamicNTK(base=1e4, factor=4.0, original_length=64), 64, 64),
+        (Linear(base=1e4, factor=4.0), 1, None),
+    ],
+)
+def test_lengths_that_suit_a_rule_are_those_that_are_read_beside_it(rule, least, largest):
+    def read(length):
+        return from_hf({**to_hf(rule), "max_position_embeddings": length}).frequencies
+
+    assert lengths_of(rule) == (least, largest)
+    for length in {least, largest or 10**6}:
+        require_length(rule, length)
+        assert read(length).model_copy(update={"factor": None}) == rule.model_copy(update={"factor": None})
+    for length in {*([least - 1] if least > 1 else []), *([largest + 1] if largest else [])}:
+        with pytest.raises(ValueError, match=rf"length {length} contradicts the {rule.kind} rule"):
+            require_length(rule, length)
+        if not isinstance(rule, DynamicNTK):
+            with pytest.raises(ValueError, match="original"):
+                read(length)

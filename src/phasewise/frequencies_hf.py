@@ -181,6 +181,45 @@ def to_hf(
     return {**outside, "rope_scaling": None if name == "default" else {"type": name, **parameters}, **beside}
 
 
+def lengths_of(rule: Frequencies) -> tuple[int, int | None]:
+    """The least and the largest max_position_embeddings that do not contradict a rule; None: there is no largest.
+
+    >>> lengths_of(YaRN(base=10_000.0, factor=4.0, original_length=4096))
+    (4096, 16384)
+    """
+    least = getattr(rule, "original_length", 1)
+    if isinstance(rule, DynamicNTK):
+        return least, least
+    if not isinstance(rule, YaRN | LongRoPE) or rule.factor is None:
+        return least, None
+    return least, stretched(least, rule.factor)
+
+
+def stretched(length: int, factor: float) -> int:
+    """The most tokens that are no more than `factor` times a length, as floats divide.
+
+    >>> stretched(7, 1000 / 7), stretched(64, 4.01)
+    (1000, 256)
+    """
+    nearest = round(length * factor)
+    return nearest - (nearest / length > factor)
+
+
+def require_length(rule: Frequencies, length: int) -> None:
+    """Raise ValueError for a length that a config cannot name beside a rule.
+
+    >>> require_length(YaRN(base=10_000.0, factor=4.0, original_length=4096), 8192)
+    """
+    least, largest = lengths_of(rule)
+    if least <= length and (largest is None or length <= largest):
+        return
+    span = "or more" if largest is None else f"to {largest}"
+    raise ValueError(
+        f"length {length} contradicts the {rule.kind} rule, which is for {least} {span} tokens: give such a length, "
+        "or a rule for this one"
+    )
+
+
 def _plain(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         found = dict(config)

@@ -147,7 +147,10 @@ def test_decoding_gives_the_same_tokens(tmp_path, fields):
         ({"activation": "gelu", "window": 5}, "has a window and activation gelu together"),
         ({"encoding": partly(frequencies=YARN)}, "a fraction below 1 and scaled rates together"),
         ({"encoding": (ROPE, NOPE, ROPE), "qk_norm": True}, "has layers of nope and qk_norm together"),
-        ({"encoding": RoPEConfig(frequencies=YARN.model_copy(update={"factor": 2.0}))}, "factor is 2.0, but"),
+        (
+            {"encoding": RoPEConfig(frequencies=YARN.model_copy(update={"factor": 2.0}))},
+            "length 24 contradicts the yarn rule, which is for 6 to 12 tokens: give such a length",
+        ),
     ],
 )
 def test_what_no_decoder_computes_is_refused_by_name(fields, said):

@@ -13,7 +13,7 @@ from phasewise.data import windows
 from phasewise.data.codec import text_codec
 from phasewise.encodings import RoPEConfig
 from phasewise.evaluate import measure
-from phasewise.frequencies import Linear, YaRN
+from phasewise.frequencies import Linear, Llama3, YaRN
 from phasewise.hf import export as module
 from phasewise.hf.language_model import open_language_model
 from phasewise.interrupt import Interrupted
@@ -165,7 +165,11 @@ def test_weights_beyond_the_dtype_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("rule", "length"),
-    [(Linear(base=1e4, factor=4.0), 64), (YaRN(base=1e4, factor=4.0, original_length=64), 256)],
+    [
+        (Linear(base=1e4, factor=4.0), 64),
+        (YaRN(base=1e4, factor=4.0, original_length=64), 256),
+        (YaRN(base=1e4, factor=4.01, original_length=64), 256),
+    ],
 )
 def test_an_extended_model_is_for_the_length_of_its_rule_or_training(tmp_path, rule, length):
     run = kept(tmp_path / "run", rescaled(model_of(), rule))
@@ -195,6 +199,24 @@ def test_rates_changed_after_training_need_the_length_they_are_for(tmp_path):
 def test_a_length_that_is_none_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match=r"length must be at least 1 and at most .*, but is 0"):
         export(run, tmp_path / "out", length=0)
+    assert left(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "length", "span"),
+    [
+        (YaRN(base=1e4, factor=4.0, original_length=64), 16, "64 to 256"),
+        (YaRN(base=1e4, factor=4.0, original_length=64), 257, "64 to 256"),
+        (Llama3(base=1e4, factor=4.0, original_length=64), 63, "64 or more"),
+    ],
+)
+def test_a_length_that_the_rule_is_not_for_is_one_line(tmp_path, capfd, rule, length, span):
+    run = kept(tmp_path / "run", rescaled(model_of(), rule))
+    assert main(["export", str(run), "--out", str(tmp_path / "out"), "--length", str(length)]) == 2
+    assert capfd.readouterr().err == (
+        f"phasewise: length {length} contradicts the {rule.kind} rule, which is for {span} tokens: give such a "
+        "length, or a rule for this one\n"
+    )
     assert left(tmp_path) == ["run"]
 
 

@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from phasewise.cli import main
+from phasewise.frequencies import DynamicNTK, YaRN
 from phasewise.hf.language_model import open_language_model
 from phasewise.train.continuation import ExtendRecipe
 from phasewise.train.extend_hf import rewrite
@@ -37,6 +38,8 @@ def saved(tmp_path, name):
         ("llama", "yarn", 1024),
         ("llama", "llama3", 1024),
         ("llama", "abf", 1024),
+        ("llama", "ntk", 1024),
+        ("phi3, partial", "ntk", 1024),
         ("llama, llama3 rule", "llama3", 2048),
         ("llama, yarn", "yarn", 1024),
     ],
@@ -116,6 +119,28 @@ def test_rates_that_see_no_further_than_a_window_are_left(tmp_path, name, rule):
     with pytest.raises(ValueError, match=said):
         rewrite(asked(saved(tmp_path, name), rule), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_whose_rates_do_not_follow_its_config_is_left(tmp_path):
+    folder = saved(tmp_path, "gptj (interleaved, partial, sin before cos)")
+    with pytest.raises(ValueError, match=r"has no rates and length to change; give a model with rotary"):
+        rewrite(asked(folder, "yarn"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (YaRN(base=1e4, factor=2.0, original_length=256), "yarn rule, which is for 256 to 512 tokens"),
+        (
+            DynamicNTK(base=1e4, factor=2.0, original_length=64),
+            "dynamic_ntk rule, which is for 64 to 64 tokens",
+        ),
+    ],
+)
+def test_a_rule_for_another_length_is_refused(llama, tmp_path, rule, said):
+    (tmp_path / "rule.json").write_text(rule.model_dump_json())
+    with pytest.raises(ValueError, match=f"length 1024 contradicts the {said}"):
+        rewrite(asked(llama, f"grid:{tmp_path / 'rule.json'}"), tmp_path / "out")
 
 
 def test_native_scaling_is_never_replaced_by_another_rule(tmp_path):

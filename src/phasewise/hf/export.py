@@ -24,7 +24,7 @@ from phasewise.frequencies import (
     Proportional,
     only,
 )
-from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
+from phasewise.frequencies_hf import RopeSettings, require_length, to_hf
 from phasewise.hf.checkpoint import load, quiet
 from phasewise.hf.settings import LISTED_BASE, listed
 from phasewise.model import ModelConfig, Transformer
@@ -105,6 +105,7 @@ def hf_config(config: ModelConfig, *, length: int) -> Any:
     'qwen3'
     """
     rotation = _rotation(config, length)
+    require_length(rotation.frequencies, length)
     family = _family(_asked(config, rotation))
     window = next((each for each in config.windows if each is not None), None)
     own = {
@@ -114,27 +115,26 @@ def hf_config(config: ModelConfig, *, length: int) -> Any:
         "no_rope_layers": [int(isinstance(each, RoPEConfig)) for each in config.encodings],
         "original_max_position_embeddings": getattr(rotation.frequencies, "original_length", length),
     }
-    made = AutoConfig.for_model(
-        family.name,
-        vocab_size=config.vocab_size,
-        hidden_size=config.width,
-        intermediate_size=config.hidden,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        hidden_act=ACTIVATIONS[config.activation],
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tied,
-        max_position_embeddings=length,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        **to_hf(rotation, head_dim=config.head_dim),
-        **{name: own[name] for name in family.own},
-    )
-    from_hf(made)  # raises for a length that contradicts the rule's own
-    return made
+    with quiet():
+        return AutoConfig.for_model(
+            family.name,
+            vocab_size=config.vocab_size,
+            hidden_size=config.width,
+            intermediate_size=config.hidden,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            hidden_act=ACTIVATIONS[config.activation],
+            rms_norm_eps=config.norm_eps,
+            tie_word_embeddings=config.tied,
+            max_position_embeddings=length,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+            **to_hf(rotation, head_dim=config.head_dim),
+            **{name: own[name] for name in family.own},
+        )
 
 
 def passed_over(config: ModelConfig) -> list[str]:

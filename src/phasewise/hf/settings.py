@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phasewise.frequencies import AnyFrequencies, Explicit, LongRoPE
-from phasewise.frequencies_hf import RopeSettings, from_hf, to_hf
+from phasewise.frequencies_hf import RopeSettings, from_hf, stretched, to_hf
 
 SLIDING = "sliding_attention"
 LISTED_BASE = 10_000.0
@@ -108,7 +108,7 @@ def native_length(text: Any) -> int | None:
     if longest is None or not getattr(text, "rope_parameters", None):
         return longest
     extended = [
-        round(group["original_max_position_embeddings"] * group["factor"])
+        stretched(group["original_max_position_embeddings"], group["factor"])
         for group in _groups(text)
         if group.get("original_max_position_embeddings") and group.get("factor")
     ]

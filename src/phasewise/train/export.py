@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from phasewise.data.codec import BYTES, byte_definition, unmarked
 from phasewise.data.sources import TOKENIZER, WRITTEN
 from phasewise.device import floating
+from phasewise.frequencies_hf import stretched
 from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
 from phasewise.model import folder as on_disk
@@ -107,7 +108,7 @@ def _length(model: Transformer, folder: Path) -> int:
     original, factor = getattr(rule, "original_length", None), getattr(rule, "factor", None)
     known = [stage.length for stage in history[-1:]]
     if original is not None:
-        known.append(round(original * (factor or 1)))
+        known.append(stretched(original, factor or 1))
     elif history and history[-1].encoding != model.config.encoding:
         raise ValueError(
             f"the rates in {folder} were changed after its training at {history[-1].length}, and do not say for which "

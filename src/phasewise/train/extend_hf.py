@@ -1,11 +1,14 @@
 """A Hugging Face checkpoint with other rates for a longer context: its config rewritten, its weights as they are."""
 
+import math
 import os
 import shutil
 from pathlib import Path
 
+import torch
+
 from phasewise.frequencies import AnyFrequencies
-from phasewise.frequencies_hf import RopeSettings, from_hf
+from phasewise.frequencies_hf import require_length
 from phasewise.model.folder import CONFIG
 from phasewise.train.continuation import ExtendRecipe
 from phasewise.train.folder import appearing, require_free
@@ -31,7 +34,7 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     try:
         from phasewise.hf.checkpoint import read_config, require_weights
         from phasewise.hf.settings import global_settings, native_length, write
-        from phasewise.hf.sight import bound
+        from phasewise.hf.sight import bound, sights
     except ModuleNotFoundError as error:
         raise ValueError(
             f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
@@ -49,7 +52,9 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     config = read_config(folder)
     text, length = config.get_text_config(), recipe.length[0]
     settings, served, windowed = global_settings(config), native_length(text), bound(config)
-    if served is None or not (settings or windowed):
+    seen = sights(config)
+    turns = any(sight.rates for sight in seen) if seen else bool(settings)
+    if served is None or not turns:
         raise ValueError(
             f"the config in {folder} has no rates and length to change; give a model with rotary positions"
         )
@@ -57,9 +62,10 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
         raise ValueError(f"length {length} is not above {served}, which {folder} serves: choose a longer one")
     rule = way.at(Present(settings[0].frequencies if settings else None, served, windowed), length)
     assert rule is not None
+    require_length(rule, length)
     write(config, rule)
     text.max_position_embeddings = length
-    _require_read_back(config, rule)
+    _require_read_back(config, rule, length)
     with appearing(out) as unfinished:
         for path in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]):
             if path.is_file() and path.name != CONFIG:
@@ -68,14 +74,18 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     return rule
 
 
-def _require_read_back(config: object, rule: AnyFrequencies) -> None:
-    settings = from_hf(config)
-    groups = [settings] if isinstance(settings, RopeSettings) else list(settings.values())
-    served = [group.frequencies for group in groups if group is not None]
-    if rule.kind != "explicit" and rule not in served:
-        raise ValueError(
-            f"this config cannot hold {rule}: give a rule with factor = length / original length"
-        )
+def _require_read_back(config: object, rule: AnyFrequencies, length: int) -> None:
+    from phasewise.hf.settings import global_settings, head_dim
+
+    for group in global_settings(config):
+        n = group.channels(head_dim(config))
+        for served in (1, length):
+            held, asked = group.frequencies.at(served, n), rule.at(served, n)
+            if not (
+                torch.allclose(held.rates(n), asked.rates(n), rtol=1e-9, atol=0)
+                and math.isclose(held.attention_factor(n), asked.attention_factor(n))
+            ):
+                raise ValueError(f"this config cannot hold {rule.model_dump_json()}: give another rule")
 
 
 def _bring(path: Path, to: Path) -> None:
