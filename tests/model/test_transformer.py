@@ -202,6 +202,17 @@ def test_a_model_built_without_memory_and_loaded_is_the_same(encoding):
     assert torch.equal(loaded(tokens), model(tokens))
 
 
+def test_a_model_built_without_memory_draws_nothing(monkeypatch):
+    """torch loads its compiler, which takes seconds, to draw normal numbers on the meta device."""
+    drawn = []
+    monkeypatch.setattr(torch.nn.init, "normal_", lambda *_, **options: drawn.append(options))
+    with torch.device("meta"):
+        Transformer(config_of(PoPEConfig(phase_init="uniform")))
+    assert drawn == []
+    Transformer(config_of(NoPEConfig()))
+    assert len(drawn) > 1
+
+
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_built_without_memory_and_reset_starts_as_a_new_one(tied):

@@ -114,7 +114,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set every parameter to its initial value, as after `to_empty`."""
+        """Set every parameter to its initial value, as after `to_empty`; on the meta device there are none."""
+        if self.embedding.weight.is_meta:
+            return
         residual_std = INIT_STD / (2 * self.config.layers) ** 0.5
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -153,6 +155,10 @@ def looked_up(tokens: Tensor, weight: Tensor) -> Tensor:
 
 class Embedding(nn.Embedding):
     """torch's embedding, with the gradient of `looked_up`."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # where torch takes seconds to load its compiler, and draws nothing
+            super().reset_parameters()
 
     def forward(self, input: Tensor) -> Tensor:
         return looked_up(input, self.weight)
