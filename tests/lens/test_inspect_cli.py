@@ -1,9 +1,7 @@
 import json
 import os
+import resource
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from phasewise.lens import report
 from phasewise.lens.inspect import Inspection, inspect
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model import folder as own
+from phasewise.model.reading import TransformerReader
 
 pytest.importorskip("plotly", reason="reports need plotly")
 pytest.importorskip("safetensors", reason="models on disk need safetensors")
@@ -34,6 +33,17 @@ def run(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
+@pytest.fixture
+def model(tmp_path):
+    return save(tmp_path / "model")
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Reports without their figures, for what does not ask about these."""
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+
+
 def test_inspect_prints_a_line_a_layer_and_writes_the_report(capsys, tmp_path):
     out = tmp_path / "report"
     options = ["--trained-length", "128", "--length", "1024", "--out", out]
@@ -45,7 +55,7 @@ def test_inspect_prints_a_line_a_layer_and_writes_the_report(capsys, tmp_path):
     assert [layer.kind for layer in Inspection.model_validate(values).layers] == ["rope", "pope"]
 
 
-def test_json_is_the_one_thing_on_stdout_with_or_without_a_folder(capsys, tmp_path):
+def test_json_is_the_one_thing_on_stdout_with_or_without_a_folder(capsys, tmp_path, undrawn):
     model = save(tmp_path / "model")
     code, alone, _ = run(capsys, model, *QUICK, "--json")
     assert code == 0
@@ -89,24 +99,22 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys, tmp_path, argum
     assert err.count("\n") == 1
 
 
-def test_ctrl_c_keeps_what_was_read_marked_partial(tmp_path):
-    model = save(tmp_path / "model", width=64)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_a_scheduler_keep_what_was_read_marked_partial(
+    capsys, monkeypatch, tmp_path, undrawn, number
+):
+    def read_and_told(*arguments):
+        read(*arguments)
+        signal.raise_signal(number)
+
+    read = TransformerReader.read
+    monkeypatch.setattr(TransformerReader, "read", read_and_told)
     out = tmp_path / "report"
-    command = [sys.executable, "-u", "-c", INTERRUPTED, "inspect", model, "--out", str(out)]
-    options = ["--tokens", "400000", "--context", "64", "--device", "cpu"]
-    process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "reading\n"
-    time.sleep(0.2)
-    os.kill(process.pid, signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130, err
-    assert "phasewise: interrupted after" in err
+    code, _, err = run(capsys, save(tmp_path / "model"), *QUICK, "--out", out)
+    assert code == 130
+    assert "phasewise: interrupted after 1 of 4 rows" in err
     values = json.loads((out / "report.json").read_text())["values"]
-    assert values["partial"].startswith("interrupted after")
-    assert 0 < values["tokens"] < 400_000
+    assert (values["partial"], values["tokens"]) == ("interrupted after 1 of 4 rows", 64)
     assert "Partial result." in (out / "report.html").read_text()
 
 
@@ -134,57 +142,31 @@ def test_ctrl_c_while_the_report_is_drawn_keeps_the_values(
     assert Inspection.model_validate(values).partial is None
 
 
-INTERRUPTED = """
-import sys
-from phasewise.cli import main
-from phasewise.model.reading import TransformerReader
-
-read = TransformerReader.read
-told = []
-def telling(self, *arguments):
-    if not told:
-        told.append(print("reading", flush=True))
-    read(self, *arguments)
-TransformerReader.read = telling
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_scheduler_that_ends_the_work_gets_what_was_read(tmp_path):
-    model = save(tmp_path / "model", width=64)
-    out = tmp_path / "report"
-    command = [sys.executable, "-u", "-c", INTERRUPTED, "inspect", model, "--out", str(out)]
-    process = subprocess.Popen(
-        [*command, "--tokens", "400000", "--context", "64", "--device", "cpu"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "reading\n"
-    process.terminate()
-    _, err = process.communicate()
-    assert process.returncode == 130, err
-    assert json.loads((out / "report.json").read_text())["values"]["partial"].startswith("interrupted after")
-
-
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(capsys, tmp_path):
     code, out, err = run(capsys, tmp_path / "nowhere", "--out", "/proc/report")
     assert (code, out) == (2, "")
     assert err.startswith("phasewise: /proc/report cannot be written")
 
 
-def test_what_a_full_disk_does_not_take_is_printed(tmp_path):
-    model, out = save(tmp_path / "model"), tmp_path / "report"
-    command = [sys.executable, "-c", FULL_DISK, "inspect", model, *QUICK, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert "theta_eff" in done.stdout
-    assert "is not whole" in done.stderr
-    assert done.stderr.count("\n") == 1
+@pytest.fixture
+def full_disk():
+    """Room for a thousand bytes a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_a_full_disk_does_not_take_is_printed(capsys, tmp_path, model, full_disk):
+    out = tmp_path / "report"
+    code, said, err = run(capsys, model, *QUICK, "--out", out)
+    assert code == 1, err
+    assert "theta_eff" in said
+    assert "is not whole" in err
+    assert err.count("\n") == 1
     assert list(out.iterdir()) == []
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
-    assert Inspection.model_validate(json.loads(done.stdout)["values"]).tokens == 256
+    _, said, _ = run(capsys, model, *QUICK, "--out", out, "--json")
+    assert Inspection.model_validate(json.loads(said)["values"]).tokens == 256
 
 
 def test_a_folder_that_another_command_filled_meanwhile_keeps_its_report(capsys, monkeypatch, tmp_path):
@@ -203,7 +185,7 @@ def test_a_folder_that_another_command_filled_meanwhile_keeps_its_report(capsys,
     assert [path.read_text() for path in out.iterdir()] == ["another's"]
 
 
-def test_a_training_stands_for_the_model_in_it_by_its_own_name(capsys, tmp_path):
+def test_a_training_stands_for_the_model_in_it_by_its_own_name(capsys, tmp_path, undrawn):
     save(tmp_path / "mine" / "model")
     for number, given in enumerate((tmp_path / "mine", tmp_path / "mine" / "model")):
         out = tmp_path / f"report{number}"
@@ -220,12 +202,3 @@ def test_a_narrow_terminal_cuts_no_number(capsys, monkeypatch, tmp_path):
     assert [line for line in narrow.splitlines() if "│" in line] == [
         line for line in wide.splitlines() if "│" in line
     ]
-
-
-FULL_DISK = """
-import resource, sys
-from phasewise.cli import main
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-sys.exit(main(sys.argv[1:]))
-"""
