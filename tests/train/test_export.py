@@ -261,6 +261,16 @@ def test_what_a_killed_process_of_the_same_number_left_is_replaced(run, tmp_path
     assert left(tmp_path) == ["out", "run"]
 
 
+def test_folders_made_on_the_way_go_with_what_fails(run, tmp_path, monkeypatch):
+    assert export(run, tmp_path / "below" / "first").length == 64
+    monkeypatch.setattr(module, "HALF_THE_DIGITS", -1.0)
+    for out in ("new/deep/out", "below/deep/out"):
+        with pytest.raises(ValueError, match="more than rounding"):
+            export(run, tmp_path / out)
+    assert left(tmp_path) == ["below", "run"]
+    assert left(tmp_path / "below") == ["first"]
+
+
 @pytest.mark.parametrize("kind", ["new", "empty"])
 def test_what_fails_leaves_an_empty_folder_empty(run, tmp_path, monkeypatch, kind):
     if kind == "empty":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from phasewise.cli import main
 from phasewise.frequencies import DynamicNTK, YaRN
 from phasewise.hf.language_model import open_language_model
+from phasewise.train import extend_hf as module
 from phasewise.train.continuation import ExtendRecipe
 from phasewise.train.extend_hf import rewrite
 from tests.hf.tiny import tiny
@@ -172,4 +174,20 @@ def test_a_folder_that_cannot_be_written_whole_is_not_there(llama, tmp_path, mon
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 1
     assert "No space left on device" in (said := capsys.readouterr().err)
     assert "nothing is left there: make room" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_files_leaves_nothing(llama, tmp_path, monkeypatch, capsys, number):
+    (llama / "tokenizer.json").write_text("{}")
+    own = module.shutil.copy2
+
+    def signalled(*arguments, **options):
+        os.kill(os.getpid(), number)
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(module.shutil, "copy2", signalled)
+    arguments = ["extend", str(llama), "--rule", "yarn", "--length", "1024", "--steps", "0"]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "phasewise: interrupted; nothing was written\n"
     assert [path.name for path in tmp_path.iterdir()] == ["first"]

@@ -18,7 +18,6 @@ def export(arguments: Sequence[str]) -> int:
     """Write a trained model as a Hugging Face checkpoint, once it computes the same."""
     import tyro
 
-    from phasewise.interrupt import stoppable
     from phasewise.train.export import export
 
     @dataclass(kw_only=True)
@@ -35,7 +34,7 @@ def export(arguments: Sequence[str]) -> int:
         """Print what was written as JSON on stdout instead of a sentence."""
 
     options = tyro.cli(Options, prog="phasewise export", args=arguments, description=EXPORT)
-    with at_once(), stoppable() as stop:
+    with at_once() as stop:
         found = export(options.checkpoint, options.out, length=options.length, dtype=options.dtype, stop=stop)
     if options.as_json:
         print(found.model_dump_json(indent=2))

@@ -49,8 +49,8 @@ def extend(arguments: Sequence[str]) -> int:
     )
     recipe = ExtendRecipe(**{name: getattr(options, name) for name in ExtendRecipe.model_fields})
     if is_hugging_face(inside(recipe.checkpoint)):
-        with at_once():
-            rule = rewrite(recipe, options.out)
+        with at_once() as stop:
+            rule = rewrite(recipe, options.out, stop=stop)
         print(
             f"{options.out} is {recipe.checkpoint} with the rule {rule.model_dump_json()}: its weights are linked, "
             "and nothing was trained or measured. Fine-tune it with your own trainer, which should save elsewhere "

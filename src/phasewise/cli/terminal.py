@@ -3,7 +3,7 @@
 import argparse
 import errno
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,13 +92,17 @@ def sitting(command: str, out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
-    """The writing of a folder that is there whole or not at all: what ends it is said in one line."""
-    from phasewise.interrupt import Interrupted
+def at_once() -> Iterator[Callable[[], bool]]:
+    """The writing of a folder that is there whole or not at all: what ends it is said in one line.
+
+    Gives what says whether Ctrl-C was pressed or SIGTERM came, to be asked between its steps.
+    """
+    from phasewise.interrupt import Interrupted, stoppable
     from phasewise.train.folder import Unwritten
 
     try:
-        yield
+        with stoppable() as stop:
+            yield stop
     except Interrupted as error:
         raise Left(f"interrupted; {error}", INTERRUPTED) from error
     except Unwritten as error:

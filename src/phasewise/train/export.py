@@ -9,12 +9,11 @@ from phasewise.data.codec import BYTES, byte_definition, unmarked
 from phasewise.data.sources import TOKENIZER, WRITTEN
 from phasewise.device import floating
 from phasewise.frequencies_hf import stretched
-from phasewise.interrupt import Interrupted
 from phasewise.model import Transformer
 from phasewise.model import folder as on_disk
 from phasewise.model.history import read_history
 from phasewise.model.reading import require_count
-from phasewise.train.folder import appearing, require_free
+from phasewise.train.folder import appearing, ask, require_free
 from phasewise.train.kept import write_tokenizer
 
 OF_TEXT = (*WRITTEN, "shards")
@@ -73,12 +72,12 @@ def export(
     require_count("length", length)
     hf_config(model.config, length=length)  # raises before anything is written
     with appearing(out) as unfinished:
-        _ask(stop)
+        ask(stop)
         architecture = write(model, unfinished, length=length)
         tokenizer = _bring_tokenizer(model, folder, unfinished)
-        _ask(stop)
+        ask(stop)
         difference, largest = compare(model, unfinished, length=length)
-        _ask(stop)
+        ask(stop)
     return Export(
         architecture=architecture,
         parameters=model.parameter_count,
@@ -89,11 +88,6 @@ def export(
         difference=difference,
         largest=largest,
     )
-
-
-def _ask(stop: Callable[[], bool]) -> None:
-    if stop():
-        raise Interrupted("nothing was written")
 
 
 def _require_within(model: Transformer, dtype: str | None) -> None:

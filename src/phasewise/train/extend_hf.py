@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from phasewise.frequencies import AnyFrequencies
 from phasewise.frequencies_hf import require_length
 from phasewise.model.folder import CONFIG
 from phasewise.train.continuation import ExtendRecipe
-from phasewise.train.folder import appearing, require_free
+from phasewise.train.folder import appearing, ask, require_free
 from phasewise.train.rules import Present, Search
 
 WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack")
@@ -19,12 +20,13 @@ TEMPLATES = "additional_chat_templates"
 """Where tokenizers of transformers save the chat templates that are not the default, and look for them."""
 
 
-def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
+def rewrite(recipe: ExtendRecipe, out: Path, *, stop: Callable[[], bool] = lambda: False) -> AnyFrequencies:
     """Write a folder like the recipe's checkpoint whose config serves its length, and give the rule in it.
 
     Weights are linked, or copied where the disk has no links; all other files are copied, since who saves a
     tokenizer there would write through a link, and of subfolders the tokenizer's further chat templates. Nothing is
-    trained or measured: that is for other programs, or `phasewise evaluate`.
+    trained or measured: that is for other programs, or `phasewise evaluate`. stop: asked before each file; when it says
+    so, nothing is left and Interrupted raised.
 
     Raises ValueError without transformers, for steps, a search, several lengths, weights that are not whole, a
     length not above the one the config serves, a config without rates or with rates for layers alone whose windows
@@ -68,6 +70,7 @@ def rewrite(recipe: ExtendRecipe, out: Path) -> AnyFrequencies:
     _require_read_back(config, rule, length)
     with appearing(out) as unfinished:
         for path in sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]):
+            ask(stop)
             if path.is_file() and path.name != CONFIG:
                 _bring(path, unfinished / path.relative_to(folder))
         (unfinished / CONFIG).write_text(config.to_json_string(), encoding="utf-8")

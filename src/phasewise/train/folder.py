@@ -2,13 +2,14 @@
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from phasewise.interrupt import Interrupted
 from phasewise.lock import hold
 from phasewise.problems import first
 
@@ -114,10 +115,12 @@ def appearing(out: Path) -> Iterator[Path]:
             os.path.realpath(out)
         )  # which takes a loop of links too, over which nothing can be moved then
         filled = whole.is_dir()
-        unfinished = (whole if filled else whole.parent) / f".{whole.name}.{os.getpid()}"
-        shutil.rmtree(unfinished, ignore_errors=True)  # left by one of this number that was killed
-        unfinished.mkdir(parents=True)
+    unfinished = (whole if filled else whole.parent) / f".{whole.name}.{os.getpid()}"
+    lacking = [parent for parent in unfinished.parents if not parent.exists()]
     try:
+        with _writable(out):
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by one of this number that was killed
+            unfinished.mkdir(parents=True)
         with writing(out):
             yield unfinished
             if filled:
@@ -127,6 +130,15 @@ def appearing(out: Path) -> Iterator[Path]:
                 os.replace(unfinished, whole)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):  # of one that holds what was asked for, or another's
+            for parent in lacking:
+                parent.rmdir()
+
+
+def ask(stop: Callable[[], bool]) -> None:
+    """Raise Interrupted, as between two steps of what is written within `appearing`, when `stop` says so."""
+    if stop():
+        raise Interrupted("nothing was written")
 
 
 @contextmanager
