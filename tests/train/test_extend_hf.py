@@ -33,6 +33,15 @@ def saved(tmp_path, name):
     return tmp_path / "first"
 
 
+def forms(folder):
+    """The rates in a config.json as they are read there, and by programs that know no rope_parameters."""
+    content = json.loads((folder / "config.json").read_text())
+    scaling = content["rope_scaling"] or {"rope_type": "default"}
+    assert scaling.pop("type", "default") == scaling["rope_type"]
+    shares = {key: content[key] for key in ("rope_theta", "partial_rotary_factor") if key in content}
+    return content["rope_parameters"], {**scaling, **shares}
+
+
 @pytest.mark.parametrize(
     ("name", "rule", "length"),
     [
@@ -55,6 +64,8 @@ def test_transformers_serves_the_rule_from_linked_weights(tmp_path, name, rule, 
     expected = open_language_model(folder, rule=written)
     torch.testing.assert_close(model(tokens).logits, expected(tokens), rtol=1e-4, atol=1e-4)
     assert model.config.max_position_embeddings == length
+    new, older = forms(out)
+    assert new == older
     assert os.path.samefile(out / "model.safetensors", folder / "model.safetensors")
     (out / "tokenizer.json").write_text("changed")
     assert (folder / "tokenizer.json").read_text() == "{}"

@@ -26,7 +26,7 @@ from phasewise.frequencies import (
 )
 from phasewise.frequencies_hf import RopeSettings, require_length, to_hf
 from phasewise.hf.checkpoint import load, quiet
-from phasewise.hf.settings import LISTED_BASE, listed
+from phasewise.hf.settings import LISTED_BASE, in_both_forms, listed
 from phasewise.model import ModelConfig, Transformer
 from phasewise.model.folder import CONFIG, require_safetensors
 from phasewise.record import replacing
@@ -249,18 +249,10 @@ def write(model: Transformer, folder: Path, *, length: int) -> str:
     content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     with replacing(folder / CONFIG) as path:
         path.write_text(
-            json.dumps(content | _for_older_readers(content["rope_parameters"]), indent=2, sort_keys=True)
-            + "\n",
+            json.dumps(in_both_forms(content), indent=2, sort_keys=True) + "\n",
             encoding="utf-8",
         )
     return type(network).__name__
-
-
-def _for_older_readers(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The same rates where programs look that know no rope_parameters, and would take a base of 10 000."""
-    name = parameters["rope_type"]
-    beside = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
-    return {**beside, "rope_scaling": None if name == "default" else {**parameters, "type": name}}
 
 
 @torch.no_grad()

@@ -70,6 +70,25 @@ def _default_share(kind: Callable[[], Any]) -> float | None:
     return None if share == 1 else share
 
 
+def in_both_forms(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json, the same rates also where programs look that know no rope_parameters.
+
+    These would take a base of 10 000. Rates by layer type have no such form, and stay as they are.
+
+    >>> in_both_forms({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})["rope_theta"]
+    500000.0
+    """
+    found = dict(config)
+    if isinstance(found.get("text_config"), Mapping):
+        return found | {"text_config": in_both_forms(found["text_config"])}
+    parameters = found.get("rope_parameters") or {}
+    name = parameters.get("rope_type")
+    if name is None:
+        return found
+    beside = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+    return {**found, **beside, "rope_scaling": None if name == "default" else {**parameters, "type": name}}
+
+
 def global_settings(config: Any) -> list[RopeSettings]:
     """The settings of the layers that see the whole context; none for a model without rates."""
     if not getattr(config.get_text_config(), "rope_parameters", None):

@@ -1,5 +1,6 @@
 """A Hugging Face checkpoint with other rates for a longer context: its config rewritten, its weights as they are."""
 
+import json
 import math
 import os
 import shutil
@@ -35,7 +36,7 @@ def rewrite(recipe: ExtendRecipe, out: Path, *, stop: Callable[[], bool] = lambd
     """
     try:
         from phasewise.hf.checkpoint import read_config, require_weights
-        from phasewise.hf.settings import global_settings, native_length, write
+        from phasewise.hf.settings import global_settings, in_both_forms, native_length, write
         from phasewise.hf.sight import bound, sights
     except ModuleNotFoundError as error:
         raise ValueError(
@@ -73,7 +74,10 @@ def rewrite(recipe: ExtendRecipe, out: Path, *, stop: Callable[[], bool] = lambd
             ask(stop)
             if path.is_file() and path.name != CONFIG:
                 _bring(path, unfinished / path.relative_to(folder))
-        (unfinished / CONFIG).write_text(config.to_json_string(), encoding="utf-8")
+        content = in_both_forms(json.loads(config.to_json_string()))
+        (unfinished / CONFIG).write_text(
+            json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
     return rule
 
 
