@@ -157,7 +157,7 @@ def test_an_empty_call_gives_an_empty_output_and_gradients_of_zero(impl, batch, 
         ),
         (lambda: Positions.arange(3).expand(2).expand(3), "give 1 row or 3"),
         (lambda: Positions.arange(3).expand(10**30), "rows must be at most"),
-        (lambda: Positions.padded(torch.ones(3)), r"\[B, T\]"),
+        (lambda: Positions.padded(torch.ones(3, dtype=torch.bool)), r"\[B, T\]"),
         (lambda: Positions(torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.int64)), "must be int64"),
         (
             lambda: Positions(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)),

@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -223,6 +224,7 @@ def test_the_rule_of_one_served_length_can_be_written_for_every_continuous_rule(
     ("settings", "options", "message"),
     [
         (NTK(base=1e4, factor=2.0), {}, "ntk is written as .* give head_dim"),
+        (NTK(base=1e4, factor=2.0), {"head_dim": "64"}, "head_dim is '64'; give the width of a head"),
         (NTK(base=1e4, factor=2.0), {"head_dim": 2}, "n is 1; .* use 2 or more, or Linear"),
         (DynamicYaRN(base=1e4, original_length=64), {}, r"no rule for dynamic_yarn; .* rule.at\(length, n\)"),
         (Explicit(values=[1.0]), {}, "no rule for explicit; write a LongRoPE"),
@@ -382,6 +384,17 @@ def test_values_of_the_wrong_kind_are_named(config, message):
 def test_what_is_no_rule_is_not_written(settings):
     with pytest.raises(ValueError, match="is no rule"):
         to_hf(settings)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_numbers(number):
+    written = {"rope_theta": number(10_000), "rope_scaling": {"type": "linear", "factor": number(2)}}
+    assert from_hf(written).frequencies == Linear(base=1e4, factor=2.0)
+
+
+def test_what_stands_in_rope_scaling_is_said_to():
+    with pytest.raises(ValueError, match=r"^rope_scaling has alpha, unknown to rope_type 'linear'"):
+        from_hf({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 3.0}})
 
 
 def test_the_head_width_of_a_gpt_j_config_is_read():

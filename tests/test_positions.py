@@ -121,6 +121,14 @@ def test_numpy_integers_add_up_beyond_their_own_width():
         (lambda: Positions.cu_seqlens(np.array([0, 3]), 3), "boundaries must be a tensor, but is ndarray"),
         (lambda: Positions.padded([[0, 1]]), "mask must be a tensor, but is list"),
         (
+            lambda: Positions.padded(torch.tensor([[float("-inf"), 0.0]])),
+            r"torch.float32; .* of one that is added to scores, mask == 0",
+        ),
+        (
+            lambda: Positions.cat(Positions.arange(2), Positions.arange(2, device="meta")),
+            r"first is on cpu, but second on meta; use .to\(device\)",
+        ),
+        (
             lambda: Positions.packed(torch.tensor([3, 2])),
             r"lengths must be whole numbers, .* use \.tolist\(\)",
         ),

@@ -5,8 +5,10 @@ top-level `rope_theta`. A quantity given in several places must have one value; 
 """
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, Field
 
 from phasewise.frequencies import (
@@ -68,6 +70,8 @@ class RopeSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         >>> RopeSettings(frequencies=Geometric(base=10_000.0), fraction=0.25).channels(64)
         8
         """
+        if not isinstance(head_dim, Integral):
+            raise ValueError(f"head_dim is {head_dim!r}; give the width of a head, as 64")
         rotated = int(head_dim * self.fraction)
         if rotated < 2 or rotated % 2:
             raise ValueError(
@@ -121,7 +125,8 @@ def from_hf(config: Any) -> RopeSettings | NestedSettings:
             layer: None if value is None else _settings(value, config, f"rope_parameters['{layer}']")
             for layer, value in parameters.items()
         }
-    settings = _settings(parameters, config, "rope_parameters")
+    older = config.get("rope_parameters") is None and config.get("rope_scaling") is not None
+    settings = _settings(parameters, config, "rope_scaling" if older else "rope_parameters")
     if local is None:
         return settings
     alone = {key: value for key, value in config.items() if key != "rope_theta"}
@@ -358,7 +363,7 @@ def _head_dim(config: Mapping[str, Any]) -> int | None:
 def _check_numbers(values: Mapping[str, Any], where: str) -> None:
     for key in NUMBERS:
         value = values.get(key)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
         if value is not None and not (number and value > 0):
             raise ValueError(f"{where}{key} is {value!r}; give a number above 0")
 

@@ -119,7 +119,7 @@ class Positions:
         >>> Positions.padded(torch.tensor([[0, 0, 1, 1]])).index.tolist()
         [[0, 0, 0, 1]]
         """
-        _check_tensor("mask", mask)
+        check_mask(mask)
         if mask.ndim != 2:
             raise ValueError(f"mask must be [B, T], but has shape {tuple(mask.shape)}")
         real = mask.bool()
@@ -170,6 +170,10 @@ class Positions:
         if first.axes != second.axes:
             raise ValueError(
                 f"places on {first.axes} and on {second.axes} axes do not join; give both on the same axes"
+            )
+        if first.device != second.device:
+            raise ValueError(
+                f"first is on {first.device}, but second on {second.device}; use .to(device) of one"
             )
         rows = max(first.batch, second.batch)
         first, second = first.expand(rows), second.expand(rows)
@@ -257,6 +261,16 @@ def plain(value: Any) -> Any:
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, but is {type(value).__name__}; use torch.as_tensor")
+
+
+def check_mask(mask: Any) -> None:
+    """Raise ValueError unless `mask` can say which tokens are real; one that is added to scores has 0 there."""
+    _check_tensor("mask", mask)
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(
+            f"mask must be bool, or int with 1 at real tokens, but is {mask.dtype}; use mask.bool(), or, "
+            "of one that is added to scores, mask == 0"
+        )
 
 
 def check_places(name: str, value: object) -> None:

@@ -122,7 +122,10 @@ def test_top_k_keeps_exactly_k_of_equal_logits():
         ({"length": 1, "generator": torch.Generator()}, "only apply to sampling"),
         ({"length": 1, "temperature": 1.0, "top_k": 0}, "top_k must be at least 1, but is 0"),
         ({"length": 1, "temperature": 1.0, "top_p": 0.0}, "top_p must be above 0 and at most 1, but is 0.0"),
-        ({"length": 1, "mask": torch.ones(2, 4)}, r"mask \(2, 4\) must have the shape of tokens \(2, 3\)"),
+        (
+            {"length": 1, "mask": torch.ones(2, 4).bool()},
+            r"mask \(2, 4\) must have the shape of tokens \(2, 3\)",
+        ),
         ({"length": 1, "mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}, "pad prompts on the left"),
         ({"length": 1, "mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, "pad prompts on the left"),
         ({"length": 2.5}, "length is a number of tokens to add .* but is 2.5"),
@@ -133,6 +136,12 @@ def test_top_k_keeps_exactly_k_of_equal_logits():
         ),
         ({"length": 1, "temperature": 1.0, "top_p": "most"}, "top_p must be above 0 .* but is 'most'"),
         ({"length": 1, "mask": [[1, 1, 1]] * 2}, "mask must be a tensor, but is list; use torch.as_tensor"),
+        ({"length": 1, "mask": torch.zeros(2, 3)}, "of one that is added to scores, mask == 0"),
+        ({"length": 1, "temperature": 1e-40}, "temperature must be 0 .* but is 1e-40"),
+        (
+            {"length": 1, "temperature": 1.0, "generator": 3},
+            r"generator must be a torch.Generator, but is 3; use torch.Generator\(device\).manual_seed\(3\)",
+        ),
         ({"length": 1, "stop": 2.0}, "stop must be a token's number, or several, but is 2.0"),
         ({"length": 1, "stop": ["2"]}, "stop must be a token's number, or several"),
     ],
@@ -152,6 +161,25 @@ def test_a_model_that_would_drop_out_is_refused():
 def test_a_prompt_that_is_no_tensor_of_tokens_is_refused():
     with pytest.raises(ValueError, match=r"tokens must be a tensor, but are list; use torch.as_tensor"):
         generate(model_of(NoPEConfig()), [[1, 2]], length=1)
+
+
+@pytest.mark.parametrize("token", [-1, 11])
+def test_a_prompt_with_a_token_that_the_model_does_not_know_is_refused(token):
+    with pytest.raises(ValueError, match=f"tokens hold {token}, but the model knows 0 to 10; .* tokenizer"):
+        generate(model_of(NoPEConfig(), vocab_size=11), torch.tensor([[1, token]]), length=1)
+
+
+@pytest.mark.parametrize("model", [None, config_of(NoPEConfig()), torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(ValueError, match=r"model must be a Transformer, but is \w+; .* the one within"):
+        generate(model, tokens_of(1, 3), length=1)
+
+
+def test_a_compiled_model_goes_on_as_it_does_itself():
+    model, tokens = model_of(NoPEConfig()), tokens_of(1, 3)
+    assert generate(torch.compile(model, backend="eager"), tokens, length=2).equal(
+        generate(model, tokens, length=2)
+    )
 
 
 def test_an_empty_prompt_is_refused():

@@ -294,7 +294,7 @@ def test_dropout_acts_in_training_alone():
     [
         (tokens_of(5), None, r"tokens must be \[B, T\], but have shape \(5,\)"),
         (tokens_of(1, 5), Positions.arange(4), "5 tokens have 4 places"),
-        (tokens_of(2, 5), Positions.padded(torch.ones(3, 5)), "3"),
+        (tokens_of(2, 5), Positions.arange(5).expand(3), "3"),
         ([[1, 2]], None, "tokens must be a tensor, but are list; use torch.as_tensor"),
         (torch.ones(1, 5), None, r"tokens must be int64, but are torch.float32; use .to\(torch.int64\)"),
         (tokens_of(1, 5), torch.arange(5), r"at must be Positions, but is Tensor; use Positions\("),

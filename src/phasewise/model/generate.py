@@ -11,8 +11,11 @@ from torch import Tensor
 
 from phasewise.attention import Implementation
 from phasewise.model.cache import Cache
+from phasewise.model.config import ModelConfig
 from phasewise.model.transformer import Transformer, check_tokens
-from phasewise.positions import Positions, is_whole
+from phasewise.positions import Positions, check_mask, is_whole
+
+COLDEST = 1e-30  # logits over a smaller temperature leave the range of float32
 
 
 @torch.no_grad()
@@ -109,23 +112,39 @@ def _check(
     top_p: float | None,
     generator: torch.Generator | None,
 ) -> None:
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        raise ValueError(
+            f"model must be a Transformer, but is {type(model).__name__}; of one that is wrapped give the one within"
+        )
     check_tokens(tokens)
     if tokens.shape[1] == 0:
         raise ValueError(f"tokens must be [B, T] with T at least 1, but have shape {tuple(tokens.shape)}")
+    known = model.config.vocab_size
+    for token in tokens.aminmax() if tokens.numel() else ():
+        if not 0 <= int(token) < known:
+            raise ValueError(
+                f"tokens hold {int(token)}, but the model knows 0 to {known - 1}; use the tokenizer it was trained with"
+            )
     if not is_whole(length) or length < 0:
         raise ValueError(f"length is a number of tokens to add and must not be negative, but is {length!r}")
     if model.training and model.config.dropout > 0:
         raise ValueError(f"the model trains, with dropout {model.config.dropout}; call model.eval() first")
     if mask is not None:
-        if not isinstance(mask, Tensor):
-            raise ValueError(f"mask must be a tensor, but is {type(mask).__name__}; use torch.as_tensor")
+        check_mask(mask)
         if mask.shape != tokens.shape:
             raise ValueError(f"mask {tuple(mask.shape)} must have the shape of tokens {tuple(tokens.shape)}")
         real = mask.bool()
         if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
             raise ValueError("mask must be False, then True to the end of each row: pad prompts on the left")
-    if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 (greedy) or a finite number above, but is {temperature!r}")
+    if not isinstance(temperature, Real) or not (temperature == 0 or COLDEST <= temperature < float("inf")):
+        raise ValueError(
+            f"temperature must be 0 (greedy) or a finite number from {COLDEST}, but is {temperature!r}"
+        )
+    if not isinstance(generator, torch.Generator | None):
+        raise ValueError(
+            f"generator must be a torch.Generator, but is {generator!r}; "
+            "use torch.Generator(device).manual_seed(3)"
+        )
     if temperature == 0 and not (top_k is None and top_p is None and generator is None):
         raise ValueError("top_k, top_p and generator only apply to sampling; give a temperature above 0")
     if top_k is not None and not (is_whole(top_k) and top_k >= 1):
