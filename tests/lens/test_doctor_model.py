@@ -372,3 +372,28 @@ def test_the_model_of_a_training_knows_the_length_it_was_trained_at(tmp_path):
         assert (found.trained_length, found.length) == (64, 64)
         assert doctor(given, trained_length=32).trained_length == 32
     assert [finding.check for finding in doctor(tmp_path, length=4096).findings] == ["field"]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("gptj", {"n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 64}),
+        (
+            "deepseek_v3",
+            {
+                "hidden_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "first_k_dense_replace": 1,
+                "n_routed_experts": 8,
+            },
+        ),
+    ],
+    ids=["when it is read", "when it decodes"],
+)
+def test_a_config_whose_sizes_do_not_fit_each_other_is_said_in_a_line(family, sizes):
+    config = transformers.AutoConfig.for_model(family, vocab_size=64, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match=f"cannot run this {family} model .RuntimeError: .*; correct its"):
+        doctor(model)

@@ -151,6 +151,16 @@ def require_weights(folder: Path) -> None:
 
 
 @contextmanager
+def running(model: str) -> Iterator[None]:
+    """Say of a decoder, so named, that it cannot be run, where torch does: the sizes of its config do not fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"transformers cannot run {model} ({reason}); correct its config.json") from error
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Without transformers' own bars and warnings: what they say is checked here, or irrelevant."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -62,7 +62,7 @@ class Examined:
             assert isinstance(energy, Tensor)
             found.append(Read(layer, energy))
 
-        self.patient.reader.read(self.patient.tokens(1, READ_TOKENS), sink)
+        self.patient.read(self.patient.tokens(1, READ_TOKENS), sink)
         return tuple(found)
 
     def rules(self) -> Mapping[int, Wanted]:

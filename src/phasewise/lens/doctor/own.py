@@ -57,7 +57,7 @@ def argument(examined: Examined) -> Result:
         if isinstance(encoding, TAPA) and encoding.config.phase == "quadratic":
             moved.append(_moved(encoding, q, k, half, examined.length))
 
-    examined.patient.reader.read(examined.patient.tokens(1, READ_TOKENS), sink)
+    examined.patient.read(examined.patient.tokens(1, READ_TOKENS), sink)
     if not moved:
         raise NotMade("TAPA's phase is linear")
     worst, name = max(moved), str(half).removeprefix("torch.")

@@ -19,7 +19,7 @@ from phasewise.encodings import RoPE
 from phasewise.encodings.spectral import Spectral
 from phasewise.lens.doctor.diagnosis import NotMade
 from phasewise.model import Cache, Transformer
-from phasewise.model.reading import Reader, TransformerReader
+from phasewise.model.reading import Reader, Sink, TransformerReader
 from phasewise.model.transformer import Block
 from phasewise.positions import PADDING, Positions
 
@@ -64,6 +64,10 @@ class Patient(ABC):
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(self.reader.facts.vocab_size, (rows, length), generator=generator)
         return drawn.to(self.device)
+
+    def read(self, tokens: Tensor, sink: Sink) -> None:
+        """Tell `sink` the queries and keys of every layer with an encoding."""
+        self.reader.read(tokens, sink)
 
     @abstractmethod
     def logits(self, tokens: Tensor, at: Positions) -> Tensor:
@@ -131,6 +135,10 @@ class HFPatient(Patient):
         """What the model says it was built from."""
         return self.model.config
 
+    def read(self, tokens: Tensor, sink: Sink) -> None:
+        with self._running():
+            super().read(tokens, sink)
+
     def logits(self, tokens: Tensor, at: Positions) -> Tensor:
         return self._call(tokens, at, at.segment != PADDING).logits.float()
 
@@ -157,7 +165,7 @@ class HFPatient(Patient):
 
         rounding = torch.finfo(self.dtype).eps
         try:
-            with _within_tables():
+            with self._running():
                 rotations = self.reader.rotations(index)
         except NoRates as error:
             raise NotMade("what the layers are given to turn by are no rotations of any rate") from error
@@ -172,13 +180,17 @@ class HFPatient(Patient):
         if seen is not None:
             options["attention_mask"] = seen.expand(rows, -1).to(self.device).long()
         places = at.index.expand(rows, -1).to(self.device)
-        with _within_tables():
+        with self._running():
             return self.model(input_ids=tokens, position_ids=places, **{"use_cache": False, **options})
 
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        from phasewise.hf.checkpoint import running
 
-@contextmanager
-def _within_tables() -> Iterator[None]:
-    try:
-        yield
-    except IndexError as error:
-        raise NotMade("the model keeps a table of positions, which ends before the length served") from error
+        try:
+            with running(f"this {self.config.model_type} model"):
+                yield
+        except IndexError as error:
+            raise NotMade(
+                "the model keeps a table of positions, which ends before the length served"
+            ) from error
