@@ -5,11 +5,14 @@ import torch
 
 pytest.importorskip("transformers", reason="Hugging Face checkpoints need transformers")
 
-from phasewise.hf.checkpoint import load, require_weights
+from transformers.utils import logging
+
+from phasewise.hf.checkpoint import load, read_config, require_weights
 from phasewise.hf.language_model import open_language_model
 from phasewise.lens.capture import open_checkpoint
 from phasewise.lens.doctor.examine import doctor
 from tests.hf.folders import change_config
+from tests.hf.tiny import tiny
 
 OPENERS = {"lens": open_checkpoint, "evaluation": open_language_model, "doctor": doctor}
 
@@ -74,3 +77,18 @@ def test_a_doctor_names_the_examination_that_needs_no_weights(copy):
     (copy / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(ValueError, match=r"phasewise doctor \S+/copy/config.json"):
         doctor(copy)
+
+
+def test_what_transformers_would_say_of_a_config_is_not_printed(tmp_path, monkeypatch):
+    tiny("llama").save_pretrained(tmp_path)
+    change_config(tmp_path, bos_token_id=10**6)
+    said = []
+    logger = logging.get_logger("transformers.configuration_utils")
+    monkeypatch.setattr(logger, "handle", said.append)
+    before = logging.get_verbosity()
+    logging.set_verbosity_warning()
+    try:
+        read_config(tmp_path)
+    finally:
+        logging.set_verbosity(before)
+    assert not said

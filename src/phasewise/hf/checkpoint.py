@@ -102,7 +102,10 @@ def _source(folder: Path) -> dict[str, str]:
 def read_config(folder: Path, source: Mapping[str, str] = {}) -> Any:
     """The config in `folder`; `source` names its file where that is not config.json. ValueError for none."""
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **source)
+        with quiet():
+            return AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, **source
+            )
     except Exception as error:  # of as many kinds as there are settings, dataclasses and parsers behind them
         if source:
             name = source["gguf_file"]
