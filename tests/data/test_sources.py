@@ -77,7 +77,7 @@ def test_text_for_a_checkpoint_without_its_tokenizer_is_refused_unless_it_knows_
     assert tokenizer_of(tmp_path, name) == "bytes"
     (tmp_path / "config.json").unlink()
     (tmp_path / "small.gguf").touch()
-    with pytest.raises(ValueError, match="or give --tokenizer"):
+    with pytest.raises(ValueError, match="or give --tokenizer, which is bytes where there was none"):
         tokenizer_of(tmp_path, name)
     (tmp_path / "tokenizer.json").touch()
     assert tokenizer_of(tmp_path, name) == str(tmp_path / "tokenizer.json")

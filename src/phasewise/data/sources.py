@@ -149,7 +149,8 @@ def _require_bytes(folder: Path) -> None:
         size = "" if known is None else f" of its {known:,} tokens"
         raise ValueError(
             f"{folder} has no {TOKENIZER}, without which text cannot be made{size}: put the one it was trained with "
-            "there (AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it), or give --tokenizer"
+            "there (AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) writes it), or give --tokenizer, "
+            "which is bytes where there was none"
         )
 
 
