@@ -153,14 +153,10 @@ def require_weights(folder: Path) -> None:
             ) from error
 
 
-@contextmanager
-def running(model: str) -> Iterator[None]:
-    """Say of a decoder, so named, that it cannot be run, where torch does: the sizes of its config do not fit."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"transformers cannot run {model} ({reason}); correct its config.json") from error
+def unrunnable(model: str, error: Exception) -> ValueError:
+    """What to raise for a decoder, so named, that failed as it ran: the sizes of its config do not fit."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ValueError(f"transformers cannot run {model} ({reason}); correct its config.json")
 
 
 @contextmanager

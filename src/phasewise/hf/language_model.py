@@ -352,14 +352,13 @@ def _require_causal(model: _HuggingFace, folder: Path) -> None:
 
     The last is what a BERT does unless its config says `is_decoder`.
     """
+    from phasewise.hf.checkpoint import unrunnable
+
     family, network = model.config.family, model.network
     try:
         first, second = model(torch.tensor([[0, 0], [0, 1]], device=network.device)).float()[:, 0]
     except Exception as error:  # of as many kinds as there are models whose config has sizes that do not fit
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(
-            f"transformers cannot run the {family} model in {folder} ({reason}); correct its config.json"
-        ) from error
+        raise unrunnable(f"the {family} model in {folder}", error) from error
     if bool(first.isnan().any()):
         held = str(network.dtype).removeprefix("torch.")
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from phasewise.frequencies import AnyFrequencies
 from phasewise.frequencies_hf import require_length
 from phasewise.model.folder import CONFIG
+from phasewise.model.sight import Bound
 from phasewise.train.continuation import ExtendRecipe
 from phasewise.train.folder import appearing, ask, require_free
 from phasewise.train.rules import Present, Search
@@ -37,7 +38,7 @@ def rewrite(recipe: ExtendRecipe, out: Path, *, stop: Callable[[], bool] = lambd
     try:
         from phasewise.hf.checkpoint import read_config, require_weights
         from phasewise.hf.settings import global_settings, in_both_forms, native_length, write
-        from phasewise.hf.sight import bound, sights
+        from phasewise.hf.sight import sights
     except ModuleNotFoundError as error:
         raise ValueError(
             f"Hugging Face checkpoints need {error.name}: pip install 'phasewise[hf,train]'"
@@ -54,8 +55,7 @@ def rewrite(recipe: ExtendRecipe, out: Path, *, stop: Callable[[], bool] = lambd
     require_weights(folder)
     config = read_config(folder)
     text, length = config.get_text_config(), recipe.length[0]
-    settings, served, windowed = global_settings(config), native_length(text), bound(config)
-    seen = sights(config)
+    settings, served, seen = global_settings(config), native_length(text), sights(config)
     turns = any(sight.rates for sight in seen) if seen else bool(settings)
     if served is None or not turns:
         raise ValueError(
@@ -63,7 +63,9 @@ def rewrite(recipe: ExtendRecipe, out: Path, *, stop: Callable[[], bool] = lambd
         )
     if length <= served:
         raise ValueError(f"length {length} is not above {served}, which {folder} serves: choose a longer one")
-    rule = way.at(Present(settings[0].frequencies if settings else None, served, windowed), length)
+    rule = way.at(
+        Present(settings[0].frequencies if settings else None, served, Bound.of(seen or ())), length
+    )
     assert rule is not None
     require_length(rule, length)
     write(config, rule)

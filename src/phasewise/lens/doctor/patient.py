@@ -185,11 +185,12 @@ class HFPatient(Patient):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        from phasewise.hf.checkpoint import running
+        from phasewise.hf.checkpoint import unrunnable
 
         try:
-            with running(f"this {self.config.model_type} model"):
-                yield
+            yield
+        except RuntimeError as error:
+            raise unrunnable(f"this {self.config.model_type} model", error) from error
         except IndexError as error:
             raise NotMade(
                 "the model keeps a table of positions, which ends before the length served"
